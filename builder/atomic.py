@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that appear under their name only when they are whole, and locks between processes."""
+
+import contextlib
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A binary file that takes the place of `path` when the block ends without an error, and is gone otherwise.
+
+    It lies beside `path` as `.NAME.*.part`, locked while it is written: what a killed process left there is
+    unlocked, and the next writer of the same name removes it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(path)
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    part = Path(name)
+    try:
+        with os.fdopen(descriptor, "w+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield file
+            file.flush()
+            os.fchmod(file.fileno(), 0o666 & ~_umask())
+            os.fsync(file.fileno())
+            part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on the file `path` (made if missing) while the block runs; others wait."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _remove_abandoned(path: Path) -> None:
+    for part in path.parent.glob(f".{path.name}.*.part"):
+        with contextlib.suppress(OSError), part.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            part.unlink()
+
+
+def _umask() -> int:
+    """This process's file mode mask, which the system tells only to those who set it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

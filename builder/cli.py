@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of build.py: the only place that prints and exits. It needs the standard library alone to start."""
+
+import argparse
+import json
+import os
+import platform
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from builder import bootstrap
+from builder.errors import BuildError, ImageProblem
+
+DIFFERENCE = 6
+EPILOG = """\
+exit statuses:
+  0 done                                4 a patch does not apply or lacks something
+  1 anything else (a failed test,       5 no image could be built
+    a full disk, an unwritable output)  6 verify found a difference in a wheel
+  2 wrong usage                         verify --site: 0 patched, 1 edited or incomplete,
+  3 an input is missing or not pinned     2 rolled back, 3 could not check
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of all sub-commands; options that all have may stand before or after the sub-command's name."""
+    common = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    common.add_argument("--vllm", metavar="RELEASE", help="upstream release (default: the newest in VERSIONS.lock)")
+    common.add_argument("--cache", metavar="DIR", type=Path, help="downloads and environments (default: ~/.cache/vllm-ndt)")
+    common.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    offline = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    offline.add_argument("--offline", action="store_true", help="use the cache only")
+    parents = [common, offline]
+
+    top = argparse.ArgumentParser(
+        prog="build.py",
+        description="Build vLLM with this project's patches: without a sub-command, the wheel and the files beside it.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=parents,
+    )
+    top.add_argument("--flavor", choices=("cuda", "cpu"), default="cuda", help="cuda, or cpu for tests (default: cuda)")
+    top.add_argument("--arch", choices=("x86_64", "aarch64"), default=_machine(), help="default: this machine's (%(default)s)")
+    top.add_argument("--out", metavar="DIR", type=Path, default=Path("dist"), help="where the wheel goes (default: dist)")
+    top.add_argument("--image", choices=("auto", "yes", "no"), default="auto", help="build an image too (not there yet; default: auto)")
+    commands = top.add_subparsers(dest="command", metavar="{test,verify,lock}")
+    test = commands.add_parser("test", parents=parents, help="set up what the tests need, and run them")
+    test.add_argument("--quick", action="store_true", help="only those that need no engine")
+    test.add_argument("pytest", nargs="*", metavar="ARG", help="arguments for pytest, after --")
+    verify = commands.add_parser("verify", parents=[common], help="say whether a wheel or an environment is patched")
+    what = verify.add_mutually_exclusive_group(required=True)
+    what.add_argument("wheel", nargs="?", type=Path, metavar="WHEEL", help="a wheel file")
+    what.add_argument("--site", type=Path, metavar="DIR", help="an environment, or its site-packages folder")
+    verify.add_argument("--deep", action="store_true", help="with --site: hash every file, not only Python's")
+    verify.add_argument("--expect", metavar="DIGEST", help="the manifest digest that it must have")
+    lock = commands.add_parser("lock", parents=[common], help="pin everything anew in VERSIONS.lock")
+    lock.add_argument("--label", help="the wheels' new label, such as ndt.2")
+    return top
+
+
+def main(arguments: Sequence[str], root: Path | None = None) -> int:
+    """Run build.py; returns its exit status."""
+    options = parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, _terminated)  # so that temporary files go with us
+    try:
+        return _run(options, root or Path(__file__).resolve().parents[1])
+    except BuildError as error:
+        return _fail(options, str(error), error.status)
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        return _fail(options, f"{place}expected to be able to use it, found: {error.strerror or error}; make room or give another place", 1)
+    except KeyboardInterrupt:
+        return _fail(options, "stopped", 1)
+
+
+def _run(options: argparse.Namespace, root: Path) -> int:
+    cache = (options.cache if "cache" in options else bootstrap.default_cache()).absolute()
+    offline = "offline" in options
+    tools = "dev" if options.command in ("test", "lock") else "tools"
+    packages = bootstrap.ensure(root / "locks" / f"{tools}.txt", cache, offline=offline)
+    sys.path.insert(0, str(packages))
+    command = {None: _build, "test": _test, "verify": _verify, "lock": _lock}[options.command]
+    return command(options, root, cache, packages)
+
+
+def _build(options: argparse.Namespace, root: Path, cache: Path, _: Path) -> int:
+    from builder import pipeline
+
+    if options.image == "yes":
+        raise ImageProblem("--image yes", expected="an image to be possible", found="no image build in this version", do="use --image no")
+    pipeline.check_epoch()
+    project, release = _release(options, root)
+    written = pipeline.build(project, release, options.flavor, options.arch, options.out, cache, offline="offline" in options)
+    result = {"wheel": str(written.path), "sha256": written.sha256, "manifest": f"sha256:{written.manifest}"}
+    lines = [f"{key:<9} {value}" for key, value in result.items()]
+    if options.image == "auto":
+        lines.append("image     none: this version builds wheels only")
+    return _print(options, result | {"image": None}, lines)
+
+
+def _test(options: argparse.Namespace, root: Path, cache: Path, packages: Path) -> int:
+    from builder import testing
+
+    uv = packages / "bin" / "uv"
+    project, release = _release(options, root)
+    trees = None
+    if not options.quick:
+        trees = testing.make_trees(project, release, _machine(), cache, uv, offline="offline" in options)
+    return 1 if testing.run_pytest(project, packages, uv, trees, cache, options.pytest) else 0
+
+
+def _verify(options: argparse.Namespace, root: Path, _: Path, __: Path) -> int:
+    sys.path.insert(0, str(root / "overlay"))
+    from vllm_ndt import verify
+
+    from builder import verifywheel
+
+    if options.site:
+        report = verify.check_site(verify.find_site(options.site), deep=options.deep, expect=options.expect)
+        return _print(options, report.as_dict(), report.lines()) or report.status
+    report = verifywheel.check_wheel(options.wheel, _releases(root), options.expect)
+    return _print(options, report.as_dict(), report.lines()) or (DIFFERENCE if report.status in (1, 2) else report.status)
+
+
+def _lock(options: argparse.Namespace, root: Path, cache: Path, packages: Path) -> int:
+    from builder import lockfile, relock
+    from builder.atomic import replacing
+
+    project, release = _release(options, root)
+    releases = lockfile.read(project.versions)
+    releases[release.version] = relock.relock(project, release, options.label, cache, packages / "bin" / "uv")
+    with replacing(project.versions) as file:
+        file.write(lockfile.dump(releases).encode())
+    rows = releases[release.version].wheel
+    return _print(options, {row.file: row.sha256 for row in rows}, [f"{row.sha256}  {row.file}" for row in rows])
+
+
+def _release(options: argparse.Namespace, root: Path) -> tuple[Any, Any]:
+    from builder import lockfile
+    from builder.pipeline import Project
+
+    releases = _releases(root)
+    return Project(root), lockfile.release(releases, options.vllm if "vllm" in options else list(releases)[-1])
+
+
+def _releases(root: Path) -> Any:
+    from builder import lockfile
+
+    return lockfile.read(root / "VERSIONS.lock")
+
+
+def _print(options: argparse.Namespace, result: dict[str, Any], lines: list[str]) -> int:
+    print(json.dumps(result) if "json" in options else "\n".join(lines))
+    return 0
+
+
+def _fail(options: argparse.Namespace, message: str, status: int) -> int:
+    message = " ".join(message.split())
+    print(f"error: {message}", file=sys.stderr)
+    if "json" in options:
+        print(json.dumps({"error": message, "status": status}))
+    return status
+
+
+def _machine() -> str:
+    return {"arm64": "aarch64", "AMD64": "x86_64"}.get(platform.machine(), platform.machine())
+
+
+def _terminated(number: int, _: object) -> NoReturn:
+    raise SystemExit(128 + number)

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""VERSIONS.lock: every pinned input and output of a release, read and written as TOML."""
+
+import datetime
+import sys
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from builder.errors import InputProblem, UsageProblem
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FORMAT = 1
+HEAD = "# Every pinned input and output. `python build.py lock` writes this file; a build only reads it.\n\n"
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """A file that upstream published: a wheel for one flavor and arch, or the sdist (both empty)."""
+
+    project: str
+    flavor: str
+    arch: str
+    file: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class PinnedPatch:
+    """A patch of the series, by its path in the series."""
+
+    file: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A file that the build changes or adds; `before` is the sha256 upstream, or empty for a new file."""
+
+    path: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Closure:
+    """The dependency closure of a flavor: a file of locks/."""
+
+    flavor: str
+    file: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class PinnedWheel:
+    """A wheel that a build gives: its sha256 and its manifest's."""
+
+    label: str
+    flavor: str
+    arch: str
+    file: str
+    sha256: str
+    manifest: str
+
+
+@dataclass(frozen=True)
+class Release:
+    """One release of upstream, as pinned."""
+
+    version: str
+    commit: str
+    date: datetime.date
+    label: str
+    source_date_epoch: int
+    closure_date: datetime.datetime
+    packages: dict[str, str]
+    image: dict[str, str]
+    artefact: tuple[Artefact, ...] = field(default=())
+    patch: tuple[PinnedPatch, ...] = field(default=())
+    changed: tuple[Changed, ...] = field(default=())
+    closure: tuple[Closure, ...] = field(default=())
+    wheel: tuple[PinnedWheel, ...] = field(default=())
+
+    def wheel_artefact(self, flavor: str, arch: str) -> Artefact:
+        """Upstream's wheel for a flavor and an arch; raises InputProblem if none is pinned."""
+        for artefact in self.artefact:
+            if (artefact.flavor, artefact.arch) == (flavor, arch):
+                return artefact
+        raise InputProblem(
+            f"vllm {self.version} {flavor} {arch}", expected="its wheel in VERSIONS.lock", found="none", do="run `build.py lock`"
+        )
+
+    def pinned_wheel(self, flavor: str, arch: str) -> PinnedWheel | None:
+        """The wheel that the lock has for the present label, if any."""
+        for wheel in self.wheel:
+            if (wheel.label, wheel.flavor, wheel.arch) == (self.label, flavor, arch):
+                return wheel
+        return None
+
+    def closure_of(self, flavor: str) -> Closure | None:
+        """The flavor's dependency closure, if the lock has one."""
+        return next((closure for closure in self.closure if closure.flavor == flavor), None)
+
+
+_ROWS: dict[str, type] = {"artefact": Artefact, "patch": PinnedPatch, "changed": Changed, "closure": Closure, "wheel": PinnedWheel}
+
+
+def read(path: Path) -> dict[str, Release]:
+    """The releases of a lock, by version; raises InputProblem if it is missing or damaged."""
+    try:
+        table = tomllib.loads(path.read_text("utf-8"))
+        if table["format"] != FORMAT:
+            raise InputProblem(str(path), expected=f"format {FORMAT}", found=str(table["format"]), do="use the build.py that belongs to it")
+        return {version: _release(version, row) for version, row in table["release"].items()}
+    except FileNotFoundError:
+        raise InputProblem(str(path), expected="the lock", found="no file", do="restore it from the repository") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise InputProblem(str(path), expected="a lock as build.py writes it", found=f"{error!r}", do="restore it from the repository") from None
+
+
+def release(releases: dict[str, Release], version: str) -> Release:
+    """The release `version`; raises UsageProblem if the lock does not have it."""
+    if version not in releases:
+        raise UsageProblem("--vllm", expected=f"a release of VERSIONS.lock ({', '.join(releases)})", found=repr(version), do="choose one of them")
+    return releases[version]
+
+
+def dump(releases: dict[str, Release]) -> str:
+    """The lock's text."""
+    import tomli_w
+
+    table: dict[str, Any] = {"format": FORMAT, "release": {}}
+    for version, release in releases.items():
+        row = asdict(release)
+        del row["version"]
+        table["release"][version] = {key: list(value) if isinstance(value, tuple) else value for key, value in row.items()}
+    return HEAD + tomli_w.dumps(table)
+
+
+def _release(version: str, row: dict[str, Any]) -> Release:
+    values: dict[str, Any] = {"version": version}
+    for item in fields(Release)[1:]:
+        value = row.get(item.name, []) if item.name in _ROWS else row[item.name]
+        values[item.name] = tuple(_ROWS[item.name](**entry) for entry in value) if item.name in _ROWS else value
+    return Release(**values)

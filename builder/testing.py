@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`build.py test`: makes the environments that the tests need, and runs pytest.
+
+The CPU flavor's closure is installed once; the stock control and the patched wheel each get an environment of their
+own that sees it, so that both are installed as a user installs them and 6 GB are not there twice.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from builder.atomic import locked
+from builder.fetch import sha256_of
+from builder.lockfile import Release
+from builder.pipeline import Project, build, build_stock
+from builder.uv import run_uv
+
+
+@dataclass(frozen=True)
+class Trees:
+    """The Python of an environment with the stock control, and of one with the patched wheel (CPU flavor)."""
+
+    stock: Path
+    patched: Path
+
+
+def make_trees(project: Project, release: Release, arch: str, cache: Path, uv: Path, *, offline: bool) -> Trees:
+    """Build both wheels of the CPU flavor and install them over the closure; what is there already is kept."""
+    closure = _closure_site(project, release, cache, uv)
+    wheels = cache / "test-wheels"
+    stock = build_stock(release, "cpu", arch, wheels, cache, offline=offline)
+    patched = build(project, release, "cpu", arch, wheels, cache, offline=offline)
+    return Trees(*(_install(wheel.path, wheel.sha256, closure, cache, uv) for wheel in (stock, patched)))
+
+
+def run_pytest(project: Project, dev: Path, uv: Path, trees: Trees | None, arguments: list[str]) -> int:
+    """Run the tests: all of them, or those below tests/builder if there are no trees; returns pytest's exit status."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(dev), str(project.root)]), "UV": str(uv), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", *arguments]
+    if trees:
+        environment |= {"STOCK_PYTHON": str(trees.stock), "PATCHED_PYTHON": str(trees.patched)}
+    elif not arguments:
+        command += ["tests/builder"]
+    return subprocess.run(command, cwd=project.root, env=environment, check=False).returncode
+
+
+def _closure_site(project: Project, release: Release, cache: Path, uv: Path) -> Path:
+    """The site-packages folder of an environment with the CPU closure and the tests' own packages."""
+    locks = [project.locks / f"{release.version}-cpu.txt", project.locks / "dev.txt"]
+    key = "-".join(sha256_of(lock)[:8] for lock in locks)
+    folder = cache / "envs" / f"closure-{sys.implementation.cache_tag}-{key}"
+    with locked(folder.with_suffix(".lock")):
+        if not (folder / "complete").is_file():
+            print(f"installing the CPU closure (about 6 GB) into {folder}", file=sys.stderr)
+            shutil.rmtree(folder, ignore_errors=True)
+            run_uv(uv, ["venv", "--python", sys.executable, str(folder)])
+            requirements = [option for lock in locks for option in ("--requirement", str(lock))]
+            run_uv(uv, ["pip", "install", "--python", str(folder / "bin" / "python"), "--require-hashes", *requirements], cache / "uv")
+            (folder / "complete").touch()
+    return _site_packages(folder)
+
+
+def _install(wheel: Path, digest: str, closure: Path, cache: Path, uv: Path) -> Path:
+    folder = cache / "envs" / f"{digest[:16]}-{closure.parents[2].name}"
+    python = folder / "bin" / "python"
+    with locked(folder.with_suffix(".lock")):
+        if not (folder / "complete").is_file():
+            shutil.rmtree(folder, ignore_errors=True)
+            run_uv(uv, ["venv", "--python", sys.executable, str(folder)])
+            (_site_packages(folder) / "closure.pth").write_text(f"{closure}\n", "utf-8")
+            run_uv(uv, ["pip", "install", "--python", str(python), "--no-deps", str(wheel)], cache / "uv")
+            (folder / "complete").touch()
+    return python
+
+
+def _site_packages(environment: Path) -> Path:
+    return next(environment.glob("lib/python*/site-packages"))

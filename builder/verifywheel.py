@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Judges a wheel file: every member against the manifest and RECORD, and the file against VERSIONS.lock."""
+
+import hashlib
+from pathlib import Path
+
+from vllm_ndt import manifest
+from vllm_ndt.manifest import Manifest, ManifestError
+from vllm_ndt.verify import EDITED, INCOMPLETE, PATCHED, ROLLED_BACK, Report
+
+from builder.errors import InputProblem
+from builder.fetch import sha256_of
+from builder.lockfile import Release
+from builder.wheel import UpstreamWheel
+
+
+def check_wheel(path: Path, releases: dict[str, Release], expect: str | None) -> Report:
+    """Judge a wheel file; `expect` is the manifest digest that it must have.
+
+    Raises InputProblem if there is no such file, or it is no plain wheel.
+    """
+    if not path.is_file():
+        raise InputProblem(str(path), expected="a wheel file", found="no such file", do="give the path of a .whl")
+    with path.open("rb") as file:
+        wheel = UpstreamWheel(file)
+        data = wheel.read(manifest.NAME)
+        if data is None:
+            return Report(str(path), ROLLED_BACK, findings=["a wheel without this project's manifest"])
+        try:
+            found = manifest.parse(data)
+        except ManifestError as error:
+            return Report(str(path), EDITED, findings=[str(error)])
+        edited, missing = _compare(wheel, found)
+    pinned = {row.file: row.sha256 for release in releases.values() for row in release.wheel}.get(path.name)
+    digest = sha256_of(path)
+    if pinned and digest != pinned:
+        edited.append(f"another build of {found.version}: expected sha256 {pinned} (VERSIONS.lock), found {digest}")
+    if expect and expect.removeprefix("sha256:") != found.digest.removeprefix("sha256:"):
+        edited.append(f"another build: expected manifest sha256:{expect.removeprefix('sha256:')}, found {found.digest}")
+    return Report(str(path), EDITED if edited else INCOMPLETE if missing else PATCHED, found, edited + missing)
+
+
+def _compare(wheel: UpstreamWheel, found: Manifest) -> tuple[list[str], list[str]]:
+    """What differs from the manifest or RECORD, and what is missing."""
+    unlisted = {manifest.NAME, f"{wheel.dist_info}/RECORD"}
+    edited = [f"{name}: not of this build" for name in sorted(wheel.members.keys() - found.files.keys() - unlisted)]
+    missing = [f"{name}: missing" for name in sorted(found.files.keys() - wheel.members.keys())]
+    for name in wheel.members.keys() - {f"{wheel.dist_info}/RECORD"}:
+        data = wheel.read(name) or b""
+        actual = (hashlib.sha256(data).hexdigest(), len(data))
+        if actual != found.files.get(name, actual) or actual != wheel.recorded[name]:
+            edited.append(f"{name}: not the build's")
+    return sorted(edited), missing

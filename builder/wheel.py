@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the patched wheel in one pass: unchanged members raw, changed and new ones stored, RECORD and manifest anew."""
+
+import base64
+import csv
+import hashlib
+import io
+import json
+import stat
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from packaging.utils import parse_wheel_filename
+
+from builder import metadata, wheelfile
+from builder.atomic import replacing
+from builder.changeset import ChangeSet
+from builder.errors import InputProblem
+from builder.patchfile import Patch
+from builder.sbom import bill_of_materials
+from builder.wheelfile import Member
+
+SCRIPT = "vllm-ndt = vllm_ndt.cli:main"
+MANIFEST = "vllm_ndt/manifest.json"
+CHANGES = "CHANGES.vllm-ndt.txt"
+VERSION_MODULE = "vllm/_version.py"
+NEW_MODE = stat.S_IFREG | 0o644
+_GENERATED = ("METADATA", "WHEEL", "entry_points.txt", "RECORD", "RECORD.jws", "RECORD.p7s")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The upstream wheel that is rewritten: its path, sha256 (hex) and the commit that it was made from."""
+
+    path: Path
+    sha256: str
+    commit: str
+
+
+@dataclass(frozen=True)
+class Content:
+    """What the patched wheel gets: the changes, the patches behind them with their sha256, the closure's pins."""
+
+    changes: ChangeSet
+    patches: tuple[tuple[Patch, str], ...]
+    pins: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Build:
+    """What the wheel is: release, label (without the +), flavor, arch, and the time of its new members (Unix)."""
+
+    release: str
+    label: str
+    flavor: str
+    arch: str
+    epoch: int
+
+    @property
+    def version(self) -> str:
+        """The version with its local part: 0.27.1+ndt.1, on the CPU 0.27.1+ndt.1.cpu (upstream looks for that word)."""
+        return f"{self.release}+{self.label}" + (".cpu" if self.flavor == "cpu" and self.label != "cpu" else "")
+
+    def file_name(self, upstream: str) -> str:
+        """The wheel's file name, with the tags of upstream's."""
+        return f"vllm-{self.version}-" + upstream.removesuffix(".whl").split("-", 2)[2] + ".whl"
+
+
+@dataclass(frozen=True)
+class Written:
+    """A finished wheel: its path, sha256 (hex) and its manifest's sha256 (hex; empty for a stock control)."""
+
+    path: Path
+    sha256: str
+    manifest: str
+
+
+@dataclass
+class _Rows:
+    """RECORD rows and manifest lines, collected member by member: path to (sha256 as hex, size in bytes)."""
+
+    files: dict[str, tuple[str, int]] = field(default_factory=dict)
+
+    def add(self, name: str, data: bytes) -> None:
+        self.files[name] = (hashlib.sha256(data).hexdigest(), len(data))
+
+    def record(self, record_name: str) -> bytes:
+        text = io.StringIO()
+        rows = csv.writer(text, lineterminator="\n")
+        for name, (digest, size) in self.files.items():
+            hashed = base64.urlsafe_b64encode(bytes.fromhex(digest)).rstrip(b"=").decode()
+            rows.writerow((name, f"sha256={hashed}", size))
+        rows.writerow((record_name, "", ""))
+        return text.getvalue().encode()
+
+
+class UpstreamWheel:
+    """An open upstream wheel: its members by name, its dist-info folder, and what its RECORD says."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.members = {member.name: member for member in wheelfile.read_members(file)}
+        records = [name for name in self.members if name.endswith(".dist-info/RECORD") and name.count("/") == 1]
+        if len(records) != 1:
+            raise self._problem("one dist-info folder with a RECORD", f"{len(records)}")
+        self.dist_info = records[0].removesuffix("/RECORD")
+        self.recorded = self._read_record(records[0])
+
+    def read(self, name: str) -> bytes | None:
+        """A member's bytes, or None if there is no such member."""
+        member = self.members.get(name)
+        return wheelfile.read_member(self.file, member) if member else None
+
+    def text(self, name: str) -> str:
+        """A file of the dist-info folder, or _version.py, as text; raises InputProblem if it is not there."""
+        data = self.read(name)
+        if data is None:
+            raise self._problem(name, "no such member")
+        return data.decode("utf-8")
+
+    def _read_record(self, record: str) -> dict[str, tuple[str, int]]:
+        rows = {row[0]: row for row in csv.reader(io.StringIO(self.text(record))) if row}
+        unsigned = {record, f"{self.dist_info}/RECORD.jws", f"{self.dist_info}/RECORD.p7s"}
+        if rows.keys() - unsigned != self.members.keys() - unsigned:
+            odd = min((rows.keys() - unsigned) ^ (self.members.keys() - unsigned))
+            raise self._problem("RECORD to list each member", f"{odd!r} in only one of them")
+        recorded = {}
+        for name, (_, digest, size) in rows.items():
+            if name not in unsigned:
+                algorithm, _, value = digest.partition("=")
+                if algorithm != "sha256" or size != str(self.members[name].size):
+                    raise self._problem(f"RECORD with sha256 and the size {self.members[name].size} for {name!r}", f"{digest}, {size}")
+                recorded[name] = (base64.urlsafe_b64decode(value + "=").hex(), int(size))
+        return recorded
+
+    def _problem(self, expected: str, found: str) -> InputProblem:
+        return InputProblem(Path(self.file.name).name, expected=expected, found=found, do="do not use this file")
+
+
+def write(origin: Origin, build: Build, content: Content | None, folder: Path, *, expected: str = "") -> Written:
+    """Write the wheel into `folder`; with no content it is the stock control: upstream's files, another version.
+
+    The same inputs give the same bytes on every machine. Raises InputProblem if upstream's wheel is not as expected,
+    or if the result's sha256 is not `expected` (unless empty); then no wheel appears.
+    """
+    path = folder / build.file_name(origin.path.name)
+    with origin.path.open("rb") as source, replacing(path) as target:
+        upstream = UpstreamWheel(source)
+        manifest = _write_members(upstream, origin, build, content, wheelfile.Writer(target))
+        target.seek(0)
+        digest = hashlib.sha256()
+        while piece := target.read(1 << 20):
+            digest.update(piece)
+        if expected and digest.hexdigest() != expected:
+            raise InputProblem(
+                path.name,
+                expected=f"sha256 {expected}: VERSIONS.lock already has this label",
+                found=digest.hexdigest(),
+                do="two wheels must not share a label; after a change on purpose run `build.py lock --label NEW`",
+            )
+    return Written(path, digest.hexdigest(), manifest)
+
+
+def _write_members(upstream: UpstreamWheel, origin: Origin, build: Build, content: Content | None, writer: wheelfile.Writer) -> str:
+    dist_info = f"vllm-{build.version}.dist-info"
+    changes: ChangeSet = content.changes if content else {}
+    new = {path: change.after for path, change in changes.items()}
+    new |= _generated(upstream, dist_info, build, origin, content)
+    dropped = {f"{upstream.dist_info}/{name}" for name in _GENERATED} | new.keys()
+    rows = _Rows()
+
+    kept = [member for member in upstream.members.values() if member.name not in dropped]
+    for run in _runs([member for member in kept if not member.name.startswith(f"{upstream.dist_info}/")]):
+        writer.copy(upstream.file, run)
+        rows.files.update((member.name, upstream.recorded[member.name]) for member in run)
+    for member in kept:
+        if member.name.startswith(f"{upstream.dist_info}/"):
+            renamed = dist_info + member.name.removeprefix(upstream.dist_info)
+            writer.copy_renamed(upstream.file, member, renamed)
+            rows.files[renamed] = upstream.recorded[member.name]
+
+    when = dos_time(build.epoch)
+
+    def add(name: str, data: bytes, like: str) -> None:
+        old = upstream.members.get(like)
+        writer.add(wheelfile.stored(name, data, old.mode if old else NEW_MODE, when), data)
+
+    for name, data in new.items():
+        rows.add(name, data)
+        add(name, data, upstream.dist_info + name.removeprefix(dist_info) if name.startswith(f"{dist_info}/") else name)
+    digest = ""
+    if content:
+        manifest = _manifest(origin, build, content, rows)
+        digest = hashlib.sha256(manifest).hexdigest()
+        rows.add(MANIFEST, manifest)
+        add(MANIFEST, manifest, MANIFEST)
+    add(f"{dist_info}/RECORD", rows.record(f"{dist_info}/RECORD"), f"{upstream.dist_info}/RECORD")
+    writer.finish()
+    return digest
+
+
+def _generated(upstream: UpstreamWheel, dist_info: str, build: Build, origin: Origin, content: Content | None) -> dict[str, bytes]:
+    tags = {str(tag) for tag in parse_wheel_filename(origin.path.name)[3]}
+    old = upstream.dist_info
+    edited = metadata.edit_metadata(
+        upstream.text(f"{old}/METADATA"),
+        version=build.version,
+        locked=content.pins if content else (),
+        license_files=(CHANGES,) if content else (),
+        cpu=build.flavor == "cpu",
+    )
+    entry_points = upstream.text(f"{old}/entry_points.txt")
+    files = {
+        VERSION_MODULE: metadata.edit_version_module(upstream.text(VERSION_MODULE), build.version),
+        f"{dist_info}/METADATA": edited,
+        f"{dist_info}/WHEEL": metadata.edit_wheel(upstream.text(f"{old}/WHEEL"), tags),
+        f"{dist_info}/entry_points.txt": metadata.edit_entry_points(entry_points, SCRIPT) if content else entry_points,
+    }
+    if content:
+        files[f"{dist_info}/licenses/{CHANGES}"] = _change_notice(build, content)
+    result = {name: text.encode() for name, text in files.items()}
+    if content:
+        result[f"{dist_info}/sboms/vllm-ndt.cdx.json"] = bill_of_materials(
+            version=build.version,
+            upstream=build.release,
+            upstream_sha256=origin.sha256,
+            patches=[(patch.name, digest) for patch, digest in content.patches],
+            pins=content.pins,
+        )
+    return result
+
+
+def _change_notice(build: Build, content: Content) -> str:
+    lines = [
+        f"vllm {build.version} is vLLM {build.release} (Apache-2.0) with changes. These files differ from upstream's:",
+        "",
+        f"{VERSION_MODULE} (the version)",
+        "the dist-info folder (name, version, tags, entry points, licence files, extra 'locked', RECORD)",
+    ]
+    for patch, digest in content.patches:
+        files = ", ".join(file.path for file in patch.files)
+        lines.append(f"{files} ({patch.name}: {patch.subject}; sha256 {digest})")
+    new = [path for path, change in content.changes.items() if not change.before]
+    return "\n".join([*lines, "", "These files are new, under the same licence:", "", *new, MANIFEST]) + "\n"
+
+
+def _manifest(origin: Origin, build: Build, content: Content, rows: _Rows) -> bytes:
+    document = {
+        "format": 1,
+        "name": "vllm",
+        "version": build.version,
+        "flavor": build.flavor,
+        "arch": build.arch,
+        "upstream": {"version": build.release, "commit": origin.commit, "wheel": origin.path.name, "sha256": origin.sha256},
+        "patches": [
+            {"name": patch.name, "subject": patch.subject, "sha256": digest, "files": [file.path for file in patch.files]}
+            for patch, digest in content.patches
+        ],
+        "changed": sorted([*content.changes, VERSION_MODULE]),
+        "files": {name: f"{digest} {size}" for name, (digest, size) in sorted(rows.files.items())},
+    }
+    return (json.dumps(document, indent=1) + "\n").encode()
+
+
+def _runs(members: Iterable[Member]) -> list[list[Member]]:
+    """Members that lie side by side, together, so that one copy serves many."""
+    runs: list[list[Member]] = []
+    for member in members:
+        if runs and runs[-1][-1].end == member.offset:
+            runs[-1].append(member)
+        else:
+            runs.append([member])
+    return runs
+
+
+def dos_time(epoch: int) -> tuple[int, int]:
+    """A Unix time in UTC as a zip member's (time, date); odd seconds round down, as they have no other way."""
+    year, month, day, hour, minute, second = time.gmtime(epoch)[:6]
+    return hour << 11 | minute << 5 | second // 2, (year - 1980) << 9 | month << 5 | day

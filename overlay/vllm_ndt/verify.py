@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Says whether an installed vLLM is the patched build: of the code that would run, not of files that lie there.
+
+Accidents are found: edits, missing files, a stock vLLM in front. Whoever can forge files can forge the manifest too;
+against that only its digest helps (`expect`), kept outside the machine.
+"""
+
+import hashlib
+import importlib.util
+import os
+import re
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm_ndt import bytecode, manifest
+from vllm_ndt.manifest import Manifest, ManifestError
+
+PATCHED, EDITED, INCOMPLETE, ROLLED_BACK, UNKNOWN = "patched", "edited", "incomplete", "rolled back", "could not check"
+STATUS = {PATCHED: 0, EDITED: 1, INCOMPLETE: 1, ROLLED_BACK: 2, UNKNOWN: 3}
+SHOWN = 20
+_DIGEST = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
+_CODE = (".py", ".so", ".pyc", ".pyd")
+
+
+@dataclass(frozen=True)
+class Report:
+    """A verdict on `where`, with what was found (a line each) and the manifest that was read, if any."""
+
+    where: str
+    verdict: str
+    manifest: Manifest | None = None
+    findings: list[str] = field(default_factory=list)
+
+    @property
+    def status(self) -> int:
+        """The exit status that belongs to the verdict."""
+        return STATUS[self.verdict]
+
+    def lines(self) -> list[str]:
+        """The report for a reader: one line, and one for each finding (at most twenty)."""
+        head = f"{self.verdict}: {self.where}"
+        if self.manifest and self.verdict != ROLLED_BACK:
+            head += f", vllm {self.manifest.version}, manifest {self.manifest.digest}, patches: {', '.join(self.manifest.patches)}"
+        more = [f"  and {len(self.findings) - SHOWN} more"] if len(self.findings) > SHOWN else []
+        return [head, *(f"  {finding}" for finding in self.findings[:SHOWN]), *more]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report for a program."""
+        found = self.manifest
+        facts = {"version": found.version, "manifest": found.digest, "patches": list(found.patches)} if found else {}
+        return {"verdict": self.verdict, "status": self.status, "where": self.where, "findings": self.findings} | facts
+
+
+def check_running(*, deep: bool = False, expect: str | None = None, against: str | None = None) -> Report:
+    """Judge the vLLM that this Python would import, and this package beside it; `against` names a wheel file."""
+    site = Path(__file__).absolute().parents[1]
+    if against is not None:
+        try:
+            with zipfile.ZipFile(against) as wheel:
+                expect = manifest.parse(wheel.read(manifest.NAME)).digest
+        except (OSError, zipfile.BadZipFile, KeyError, ManifestError) as error:
+            return Report(str(site), UNKNOWN, findings=[f"{against}: expected a wheel of this project, found: {error}"])
+    spec = importlib.util.find_spec("vllm")
+    if spec is None:
+        return Report(str(site), INCOMPLETE, findings=["vllm: not there; reinstall the wheel"])
+    winner = Path(spec.origin or next(iter(spec.submodule_search_locations or []), "?")).absolute().parent
+    winner = winner.parent if spec.origin else winner
+    if not _same(winner, site):
+        return Report(str(site), ROLLED_BACK, findings=[f"another vllm comes first on the path: {winner}"])
+    return check_site(site, deep=deep, expect=expect)
+
+
+def find_site(folder: Path) -> Path:
+    """The site-packages folder that holds vllm: `folder` itself, or the one of the environment `folder`."""
+    candidates = [folder, *sorted(folder.glob("lib*/python*/site-packages")), *sorted(folder.glob("lib/python*/dist-packages"))]
+    return next((path for path in candidates if (path / "vllm").is_dir() or (path / manifest.NAME).is_file()), folder)
+
+
+def check_site(site: Path, *, deep: bool = False, expect: str | None = None) -> Report:
+    """Judge a site-packages folder: every Python file by its sha256, the rest by size; all by sha256 if `deep`.
+
+    `expect` is the manifest digest (sha256, with or without that word in front) that it must have.
+    """
+    where = str(site)
+    if expect is not None and not _DIGEST.fullmatch(expect):
+        return Report(where, UNKNOWN, findings=[f"expected a digest of 64 hexadecimal digits, found {expect!r}; copy it from the build"])
+    try:
+        installed = _installed(site)
+        if not (site / "vllm").is_dir() and not installed:
+            return Report(where, UNKNOWN, findings=["no vllm here; give a site-packages folder or an environment"])
+        try:
+            found = manifest.read(site)
+        except (FileNotFoundError, NotADirectoryError):
+            return _without_manifest(where, installed)
+        except ManifestError as error:
+            return Report(where, EDITED, findings=[str(error)])
+        if not (site / "vllm").is_dir() and not installed:
+            return Report(where, INCOMPLETE, found, ["vllm: not there; reinstall the wheel"])
+        if installed and found.version not in installed:
+            return Report(where, ROLLED_BACK, found, [f"vllm {', '.join(installed)} is installed over {found.version}"])
+        return _compare(site, found, installed, deep, expect)
+    except OSError as error:
+        return Report(where, UNKNOWN, findings=[f"{error.filename}: expected to read it, found: {error.strerror}; run as a user who can"])
+
+
+def _compare(site: Path, found: Manifest, installed: list[str], deep: bool, expect: str | None) -> Report:
+    edited = [f"two installations of vllm: {', '.join(installed)}; reinstall into a clean environment"] if len(installed) > 1 else []
+    missing: list[str] = []
+    listings: dict[Path, list[str]] = {}
+    for name, (digest, size) in found.files.items():
+        path = site / name
+        is_python = name.endswith(".py")
+        try:
+            data = path.read_bytes() if is_python else None
+            actual = len(data) if data is not None else path.stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            missing.append(f"{name}: missing")
+            continue
+        if actual != size or not (_hash(data, path) == digest if is_python or deep else path.is_file()):
+            edited.append(f"{name}: not the build's")
+        elif data is not None:
+            edited += _bad_caches(site, path, name, data, deep or name in found.changed, listings)
+    edited += _strangers(site, found)
+    if expect and expect.removeprefix("sha256:") != found.digest.removeprefix("sha256:"):
+        edited.append(f"another build: expected manifest sha256:{expect.removeprefix('sha256:')}, found {found.digest}")
+    verdict = EDITED if edited else INCOMPLETE if missing else PATCHED
+    return Report(str(site), verdict, found, edited + missing)
+
+
+def _bad_caches(site: Path, source: Path, name: str, data: bytes, compare: bool, listings: dict[Path, list[str]]) -> Iterator[str]:
+    """Findings on the bytecode of one good source."""
+    folder = source.parent
+    if folder not in listings:
+        try:
+            listings[folder] = os.listdir(folder / "__pycache__")
+        except FileNotFoundError:
+            listings[folder] = []
+    for cache in bytecode.caches_of(source, listings[folder]):
+        unchecked = bytecode.runs_unchecked(cache)
+        if (compare or unchecked) and (verdict := bytecode.is_of(cache, source, data)) is not True and (unchecked or verdict is False):
+            yield f"{cache.relative_to(site)}: bytecode that is not {name}'s; delete it"
+
+
+def _strangers(site: Path, found: Manifest) -> Iterator[str]:
+    """Findings on code beside the build's: a package or library of a module's name runs in its place."""
+    for package in sorted({name.partition("/")[0] for name in found.changed}):
+        for root, folders, names in os.walk(site / package):
+            prefix = Path(root).relative_to(site).as_posix()
+            if folders and any(Path(root, name).is_symlink() for name in folders):
+                yield from (f"{prefix}/{name}: a link in place of a folder" for name in folders if Path(root, name).is_symlink())
+            folders[:] = [name for name in folders if name != "__pycache__"]
+            for name in names:
+                if name.endswith(_CODE) and f"{prefix}/{name}" not in found.files:
+                    yield f"{prefix}/{name}: not of this build"
+
+
+def _without_manifest(where: str, installed: list[str]) -> Report:
+    version = ", ".join(installed) or "of unknown version"
+    if "+ndt." in version:
+        return Report(where, INCOMPLETE, findings=[f"{manifest.NAME}: missing (vllm {version}); reinstall the wheel"])
+    return Report(where, ROLLED_BACK, findings=[f"vllm {version} without this project's manifest: reinstall the patched wheel"])
+
+
+def _installed(site: Path) -> list[str]:
+    """The versions of vllm whose dist-info folders lie in `site`."""
+    versions = []
+    for folder in sorted(site.glob("vllm-*.dist-info")):
+        match = re.search(r"^Version: (\S+)", _text(folder / "METADATA"), re.MULTILINE)
+        versions.append(match[1] if match else folder.name.removeprefix("vllm-").removesuffix(".dist-info"))
+    return versions
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8", "replace")
+    except FileNotFoundError:
+        return ""
+
+
+def _hash(data: bytes | None, path: Path) -> str:
+    if data is not None:
+        return hashlib.sha256(data).hexdigest()
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return False
