@@ -7,8 +7,12 @@ This file parses on any Python 3, so that an old one gets a line and not a trace
 
 import sys
 
-if sys.version_info < (3, 10):
-    sys.stderr.write("error: Python: expected 3.10 or newer, found %d.%d; run build.py with a newer python3\n" % sys.version_info[:2])
+if sys.version_info < (3, 10):  # noqa: UP036  (old Pythons get this far)
+    sys.stderr.write(
+        "error: Python: expected 3.10 or newer, found {}.{}; run build.py with a newer python3\n".format(
+            *sys.version_info
+        )
+    )
     sys.exit(2)
 
 sys.dont_write_bytecode = True  # the checkout may belong to somebody else

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns VERSIONS.lock, patches/ and overlay/ into a patched wheel: lock, fetch, series, overlay, changeset, wheel, verify."""
+"""Turns VERSIONS.lock, patches/ and overlay/ into a patched wheel."""

@@ -5,9 +5,12 @@ import contextlib
 import fcntl
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+YOUNG = 60  # seconds in which a part file may be made but not locked yet
 
 
 @contextlib.contextmanager
@@ -15,7 +18,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """A binary file that takes the place of `path` when the block ends without an error, and is gone otherwise.
 
     It lies beside `path` as `.NAME.*.part`, locked while it is written: what a killed process left there is
-    unlocked, and the next writer of the same name removes it.
+    unlocked, and a later writer of the same name removes it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(path)
@@ -46,7 +49,8 @@ def _remove_abandoned(path: Path) -> None:
     for part in path.parent.glob(f".{path.name}.*.part"):
         with contextlib.suppress(OSError), part.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            part.unlink()
+            if time.time() - part.stat().st_mtime > YOUNG:
+                part.unlink()
 
 
 def _umask() -> int:

@@ -36,7 +36,10 @@ def ensure(lock: Path, cache: Path, *, offline: bool) -> Path:
     if not target.is_dir():
         if offline:
             raise InputProblem(
-                f"the packages of {lock.name}", expected=f"them in {target}", found="nothing", do="run once without --offline"
+                f"the packages of {lock.name}",
+                expected=f"them in {target}",
+                found="nothing",
+                do="run once without --offline",
             )
         print(f"making {target} from {lock.name}", file=sys.stderr)
         _install(lock, target)
@@ -45,7 +48,12 @@ def ensure(lock: Path, cache: Path, *, offline: bool) -> Path:
 
 def pip_environment() -> dict[str, str]:
     """The environment for pip: the user's configuration holds, but for what would stop --target or `download`."""
-    return os.environ | {"PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
+    return os.environ | {
+        "PIP_USER": "0",
+        "PIP_REQUIRE_VIRTUALENV": "0",
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        "PIP_NO_INPUT": "1",
+    }
 
 
 def last_line(output: str) -> str:
@@ -63,8 +71,14 @@ def _install(lock: Path, target: Path) -> None:
         command += ["--only-binary", ":all:", "--no-cache-dir", "--target", str(part), "--requirement", str(lock)]
         done = subprocess.run(command, env=pip_environment(), capture_output=True, text=True, check=False)
         if done.returncode:
-            hint = "install pip for this Python (Debian: python3-pip)" if "No module named pip" in done.stderr else "see pip's message"
-            raise InputProblem(f"the packages of {lock.name}", expected="pip to install them", found=last_line(done.stderr), do=hint)
+            hint = (
+                "install pip for this Python (Debian: python3-pip)"
+                if "No module named pip" in done.stderr
+                else "see pip's message"
+            )
+            raise InputProblem(
+                f"the packages of {lock.name}", expected="pip to install them", found=last_line(done.stderr), do=hint
+            )
         try:
             part.rename(target)
         except OSError:

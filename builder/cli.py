@@ -3,7 +3,6 @@
 
 import argparse
 import json
-import os
 import platform
 import signal
 import sys
@@ -29,7 +28,9 @@ def parser() -> argparse.ArgumentParser:
     """The parser of all sub-commands; options that all have may stand before or after the sub-command's name."""
     common = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
     common.add_argument("--vllm", metavar="RELEASE", help="upstream release (default: the newest in VERSIONS.lock)")
-    common.add_argument("--cache", metavar="DIR", type=Path, help="downloads and environments (default: ~/.cache/vllm-ndt)")
+    common.add_argument(
+        "--cache", metavar="DIR", type=Path, help="downloads and environments (default: ~/.cache/vllm-ndt)"
+    )
     common.add_argument("--json", action="store_true", help="print the result as one JSON object")
     offline = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
     offline.add_argument("--offline", action="store_true", help="use the cache only")
@@ -43,9 +44,18 @@ def parser() -> argparse.ArgumentParser:
         parents=parents,
     )
     top.add_argument("--flavor", choices=("cuda", "cpu"), default="cuda", help="cuda, or cpu for tests (default: cuda)")
-    top.add_argument("--arch", choices=("x86_64", "aarch64"), default=_machine(), help="default: this machine's (%(default)s)")
-    top.add_argument("--out", metavar="DIR", type=Path, default=Path("dist"), help="where the wheel goes (default: dist)")
-    top.add_argument("--image", choices=("auto", "yes", "no"), default="auto", help="build an image too (not there yet; default: auto)")
+    top.add_argument(
+        "--arch", choices=("x86_64", "aarch64"), default=_machine(), help="default: this machine's (%(default)s)"
+    )
+    top.add_argument(
+        "--out", metavar="DIR", type=Path, default=Path("dist"), help="where the wheel goes (default: dist)"
+    )
+    top.add_argument(
+        "--image",
+        choices=("auto", "yes", "no"),
+        default="auto",
+        help="build an image too (not there yet; default: auto)",
+    )
     commands = top.add_subparsers(dest="command", metavar="{test,verify,lock}")
     test = commands.add_parser("test", parents=parents, help="set up what the tests need, and run them")
     test.add_argument("--quick", action="store_true", help="only those that need no engine")
@@ -71,7 +81,11 @@ def main(arguments: Sequence[str], root: Path | None = None) -> int:
         return _fail(options, str(error), error.status)
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
-        return _fail(options, f"{place}expected to be able to use it, found: {error.strerror or error}; make room or give another place", 1)
+        return _fail(
+            options,
+            f"{place}expected to be able to use it, found: {error.strerror or error}; make room or give another place",
+            1,
+        )
     except KeyboardInterrupt:
         return _fail(options, "stopped", 1)
 
@@ -90,10 +104,17 @@ def _build(options: argparse.Namespace, root: Path, cache: Path, _: Path) -> int
     from builder import pipeline
 
     if options.image == "yes":
-        raise ImageProblem("--image yes", expected="an image to be possible", found="no image build in this version", do="use --image no")
+        raise ImageProblem(
+            "--image yes",
+            expected="an image to be possible",
+            found="no image build in this version",
+            do="use --image no",
+        )
     pipeline.check_epoch()
     project, release = _release(options, root)
-    written = pipeline.build(project, release, options.flavor, options.arch, options.out, cache, offline="offline" in options)
+    written = pipeline.build(
+        project, release, options.flavor, options.arch, options.out, cache, offline="offline" in options
+    )
     result = {"wheel": str(written.path), "sha256": written.sha256, "manifest": f"sha256:{written.manifest}"}
     lines = [f"{key:<9} {value}" for key, value in result.items()]
     if options.image == "auto":
@@ -122,7 +143,9 @@ def _verify(options: argparse.Namespace, root: Path, _: Path, __: Path) -> int:
         report = verify.check_site(verify.find_site(options.site), deep=options.deep, expect=options.expect)
         return _print(options, report.as_dict(), report.lines()) or report.status
     report = verifywheel.check_wheel(options.wheel, _releases(root), options.expect)
-    return _print(options, report.as_dict(), report.lines()) or (DIFFERENCE if report.status in (1, 2) else report.status)
+    return _print(options, report.as_dict(), report.lines()) or (
+        DIFFERENCE if report.status in (1, 2) else report.status
+    )
 
 
 def _lock(options: argparse.Namespace, root: Path, cache: Path, packages: Path) -> int:

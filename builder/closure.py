@@ -18,7 +18,9 @@ def read_pins(path: Path) -> tuple[str, ...]:
             try:
                 requirement = Requirement(pin)
             except InvalidRequirement as error:
-                raise InputProblem(str(path), expected="requirement lines", found=f"{error}", do="run `build.py lock`") from None
+                raise InputProblem(
+                    str(path), expected="requirement lines", found=f"{error}", do="run `build.py lock`"
+                ) from None
             if requirement.url or not str(requirement.specifier).startswith("=="):
                 raise InputProblem(str(path), expected="name==version", found=pin, do="run `build.py lock`")
             lines.append(pin)

@@ -43,7 +43,10 @@ def fetch(artefact: Artefact, version: str, cache: Path, *, offline: bool) -> Pa
             path.unlink()  # a damaged disk or a hand: fetched again below
         if offline:
             raise InputProblem(
-                artefact.file, expected=f"it in the cache {cache} (--offline)", found="nothing", do="run once without --offline"
+                artefact.file,
+                expected=f"it in the cache {cache} (--offline)",
+                found="nothing",
+                do="run once without --offline",
             )
         with tempfile.TemporaryDirectory(prefix="download.", dir=cache) as scratch:
             found = download(artefact.project, version, artefact.file, Path(scratch))
@@ -86,14 +89,24 @@ def _download_wheel(project: str, version: str, file: str, folder: Path) -> Path
     if not terminal:
         command += ["--quiet", "--progress-bar", "off"]
     done = subprocess.run(
-        command, env=pip_environment(), stdout=sys.stderr if terminal else subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False
+        command,
+        env=pip_environment(),
+        stdout=sys.stderr if terminal else subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
     )
     if done.returncode:
         raise InputProblem(
-            file, expected="pip to download it", found=last_line(done.stderr), do="check the network and `pip config list`, then run again"
+            file,
+            expected="pip to download it",
+            found=last_line(done.stderr),
+            do="check the network and `pip config list`, then run again",
         )
     path = folder / file
     if not path.is_file():
         names = sorted(entry.name for entry in folder.iterdir())
-        raise InputProblem(file, expected="pip to bring this file", found=", ".join(names), do="check `pip config list`")
+        raise InputProblem(
+            file, expected="pip to bring this file", found=", ".join(names), do="check `pip config list`"
+        )
     return path

@@ -22,7 +22,12 @@ def download_sdist(project: str, version: str, file: str, folder: Path) -> Path:
     with _reporting(file):
         links = _links(project, version)
         if file not in links:
-            raise InputProblem(file, expected="pip's configured index to have it", found="no such file there", do="check `pip config list`")
+            raise InputProblem(
+                file,
+                expected="pip's configured index to have it",
+                found="no such file there",
+                do="check `pip config list`",
+            )
         return _finder().download(links[file], folder)
 
 
@@ -35,7 +40,9 @@ def _links(project: str, version: str) -> dict[str, Link]:
 def _finder() -> PackageFinder:
     index, find_links = index_settings()
     if not index and not find_links:  # unearth would take the public index
-        raise InputProblem("pip's configuration", expected="an index or find-links", found="neither", do="check `pip config list`")
+        raise InputProblem(
+            "pip's configuration", expected="an index or find-links", found="neither", do="check `pip config list`"
+        )
     return PackageFinder(index_urls=index, find_links=find_links, ignore_compatibility=True)
 
 
@@ -46,5 +53,8 @@ def _reporting(what: str) -> Iterator[None]:
         yield
     except (httpx2.HTTPError, UnpackError) as error:
         raise InputProblem(
-            what, expected="pip's configured index to serve it", found=repr(error), do="check the network and `pip config list`, then run again"
+            what,
+            expected="pip's configured index to serve it",
+            found=repr(error),
+            do="check the network and `pip config list`, then run again",
         ) from None

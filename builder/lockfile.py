@@ -92,7 +92,10 @@ class Release:
             if (artefact.flavor, artefact.arch) == (flavor, arch):
                 return artefact
         raise InputProblem(
-            f"vllm {self.version} {flavor} {arch}", expected="its wheel in VERSIONS.lock", found="none", do="run `build.py lock`"
+            f"vllm {self.version} {flavor} {arch}",
+            expected="its wheel in VERSIONS.lock",
+            found="none",
+            do="run `build.py lock`",
         )
 
     def pinned_wheel(self, flavor: str, arch: str) -> PinnedWheel | None:
@@ -107,7 +110,13 @@ class Release:
         return next((closure for closure in self.closure if closure.flavor == flavor), None)
 
 
-_ROWS: dict[str, type] = {"artefact": Artefact, "patch": PinnedPatch, "changed": Changed, "closure": Closure, "wheel": PinnedWheel}
+_ROWS: dict[str, type] = {
+    "artefact": Artefact,
+    "patch": PinnedPatch,
+    "changed": Changed,
+    "closure": Closure,
+    "wheel": PinnedWheel,
+}
 
 
 def read(path: Path) -> dict[str, Release]:
@@ -115,18 +124,32 @@ def read(path: Path) -> dict[str, Release]:
     try:
         table = tomllib.loads(path.read_text("utf-8"))
         if table["format"] != FORMAT:
-            raise InputProblem(str(path), expected=f"format {FORMAT}", found=str(table["format"]), do="use the build.py that belongs to it")
+            raise InputProblem(
+                str(path),
+                expected=f"format {FORMAT}",
+                found=str(table["format"]),
+                do="use the build.py that belongs to it",
+            )
         return {version: _release(version, row) for version, row in table["release"].items()}
     except FileNotFoundError:
-        raise InputProblem(str(path), expected="the lock", found="no file", do="restore it from the repository") from None
+        raise InputProblem(
+            str(path), expected="the lock", found="no file", do="restore it from the repository"
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise InputProblem(str(path), expected="a lock as build.py writes it", found=f"{error!r}", do="restore it from the repository") from None
+        raise InputProblem(
+            str(path), expected="a lock as build.py writes it", found=f"{error!r}", do="restore it from the repository"
+        ) from None
 
 
 def release(releases: dict[str, Release], version: str) -> Release:
     """The release `version`; raises UsageProblem if the lock does not have it."""
     if version not in releases:
-        raise UsageProblem("--vllm", expected=f"a release of VERSIONS.lock ({', '.join(releases)})", found=repr(version), do="choose one of them")
+        raise UsageProblem(
+            "--vllm",
+            expected=f"a release of VERSIONS.lock ({', '.join(releases)})",
+            found=repr(version),
+            do="choose one of them",
+        )
     return releases[version]
 
 
@@ -138,7 +161,9 @@ def dump(releases: dict[str, Release]) -> str:
     for version, release in releases.items():
         row = asdict(release)
         del row["version"]
-        table["release"][version] = {key: list(value) if isinstance(value, tuple) else value for key, value in row.items()}
+        table["release"][version] = {
+            key: list(value) if isinstance(value, tuple) else value for key, value in row.items()
+        }
     return HEAD + tomli_w.dumps(table)
 
 

@@ -44,7 +44,12 @@ def edit_version_module(text: str, version: str) -> str:
     parts = [int(part) if part.isdigit() else part for part in re.split(r"[.+]", version)]
     lines = text.split("\n")
     _replace(lines, re.compile(r"__version__ = version = .*"), f"__version__ = version = {version!r}", "_version.py")
-    _replace(lines, re.compile(r"__version_tuple__ = version_tuple = .*"), f"__version_tuple__ = version_tuple = {tuple(parts)!r}", "_version.py")
+    _replace(
+        lines,
+        re.compile(r"__version_tuple__ = version_tuple = .*"),
+        f"__version_tuple__ = version_tuple = {tuple(parts)!r}",
+        "_version.py",
+    )
     return "# changed by vllm-ndt: the version\n" + "\n".join(lines)
 
 
@@ -59,5 +64,10 @@ def _replace(lines: list[str], pattern: re.Pattern[str], new: str, file: str) ->
     """Replace the one line that matches, in place."""
     hits = [number for number, line in enumerate(lines) if pattern.fullmatch(line)]
     if len(hits) != 1:
-        raise InputProblem(file, expected=f"one line {pattern.pattern!r}", found=f"{len(hits)}", do="port builder/metadata.py to this release")
+        raise InputProblem(
+            file,
+            expected=f"one line {pattern.pattern!r}",
+            found=f"{len(hits)}",
+            do="port builder/metadata.py to this release",
+        )
     lines[hits[0]] = new

@@ -19,7 +19,10 @@ def read_overlay(folder: Path) -> dict[str, bytes]:
             relative = path.relative_to(folder).as_posix()
             if not stat.S_ISREG(path.lstat().st_mode) or not is_safe(relative) or not relative.isascii():
                 raise PatchProblem(
-                    f"overlay/{relative}", expected="a regular file with a plain name", found="another thing", do="move it away"
+                    f"overlay/{relative}",
+                    expected="a regular file with a plain name",
+                    found="another thing",
+                    do="move it away",
                 )
             files[relative] = path.read_bytes()
     return dict(sorted(files.items()))

@@ -90,7 +90,9 @@ def _apply_hunks(where: str, hunks: tuple[Hunk, ...], before: bytes) -> bytes:
         start = hunk.old_start - 1 if hunk.old else hunk.old_start
         result += lines[position:start]
         if len(result) != (hunk.new_start - 1 if hunk.new else hunk.new_start):
-            raise _problem(f"{where}: hunk {hunk.number}", f"new line {len(result) + 1}", f"{hunk.new_start}", "write it anew")
+            raise _problem(
+                f"{where}: hunk {hunk.number}", f"new line {len(result) + 1}", f"{hunk.new_start}", "write it anew"
+            )
         for offset, expected in enumerate(hunk.old):
             found = lines[start + offset] if start + offset < len(lines) else b""
             if found != expected:
@@ -102,7 +104,9 @@ def _apply_hunks(where: str, hunks: tuple[Hunk, ...], before: bytes) -> bytes:
                 )
         end = start + len(hunk.old)
         if (hunk.leading < CONTEXT and start > hunk.leading) or (hunk.trailing < CONTEXT and end < len(lines)):
-            raise _problem(f"{where}: hunk {hunk.number}", f"{CONTEXT} lines of context", "fewer", "write it with git diff -U3")
+            raise _problem(
+                f"{where}: hunk {hunk.number}", f"{CONTEXT} lines of context", "fewer", "write it with git diff -U3"
+            )
         result += hunk.new
         position = end
     result += lines[position:]
@@ -119,7 +123,12 @@ def _parse_mail(name: str, lines: list[bytes]) -> tuple[str, str, dict[str, str]
     headers = head.split("\n")
     subject = " ".join(line.strip() for line in "\n".join(headers).partition("\nSubject: ")[2].split("\n"))
     if not lines or not _MAIL.fullmatch(lines[0]) or not subject.startswith("[PATCH] "):
-        raise _problem(name, "a mail of git format-patch --zero-commit with 'Subject: [PATCH] ...'", repr(head[:60]), "see docs/adding-a-patch.md")
+        raise _problem(
+            name,
+            "a mail of git format-patch --zero-commit with 'Subject: [PATCH] ...'",
+            repr(head[:60]),
+            "see docs/adding-a-patch.md",
+        )
     message, separator, _ = (rest + "\n").partition("\n---\n")
     if not separator:
         raise _problem(name, "a line '---' between message and diff", "none", "see docs/adding-a-patch.md")
@@ -135,7 +144,12 @@ def _parse_mail(name: str, lines: list[bytes]) -> tuple[str, str, dict[str, str]
             trailers[key] += " " + line.strip()
     missing = [key for key in TRAILERS if key not in trailers]
     if missing or not body:
-        raise _problem(name, f"a body, and the trailers {', '.join(TRAILERS)}", f"no {', '.join(missing) or 'body'}", "see docs/adding-a-patch.md")
+        raise _problem(
+            name,
+            f"a body, and the trailers {', '.join(TRAILERS)}",
+            f"no {', '.join(missing) or 'body'}",
+            "see docs/adding-a-patch.md",
+        )
     if trailers["Layer"] not in LAYERS:
         raise _problem(name, f"Layer: {' or '.join(LAYERS)}", trailers["Layer"], "correct the trailer")
     return subject.removeprefix("[PATCH] "), body, trailers
@@ -146,9 +160,18 @@ def _parse_diff(name: str, lines: list[bytes], position: int) -> tuple[FilePatch
     while position < len(lines):
         header = _DIFF.fullmatch(lines[position])
         if not header or header[1] != header[2]:
-            raise _problem(name, "'diff --git a/PATH b/PATH' with one plain path", _quote(lines[position]), "patches only change files; a new file goes into overlay/")
+            raise _problem(
+                name,
+                "'diff --git a/PATH b/PATH' with one plain path",
+                _quote(lines[position]),
+                "patches only change files; a new file goes into overlay/",
+            )
         path = _checked_path(name, header[1])
-        expected = [_INDEX, re.compile(rb"--- a/" + re.escape(header[1])), re.compile(rb"\+\+\+ b/" + re.escape(header[1]))]
+        expected = [
+            _INDEX,
+            re.compile(rb"--- a/" + re.escape(header[1])),
+            re.compile(rb"\+\+\+ b/" + re.escape(header[1])),
+        ]
         for pattern in expected:
             position += 1
             line = lines[position] if position < len(lines) else b""
@@ -168,11 +191,21 @@ def _parse_diff(name: str, lines: list[bytes], position: int) -> tuple[FilePatch
             raise _problem(f"{name}: {path}", "a hunk", "none", "write the patch with git format-patch")
         for first, second in pairwise(hunks):
             if second.old_start < first.old_start + len(first.old):
-                raise _problem(f"{name}: {path}: hunk {second.number}", "hunks in order", "an overlap", "write the patch with git format-patch")
+                raise _problem(
+                    f"{name}: {path}: hunk {second.number}",
+                    "hunks in order",
+                    "an overlap",
+                    "write the patch with git format-patch",
+                )
         files.append(FilePatch(path, tuple(hunks)))
     paths = [file.path for file in files]
     if not files or len(set(paths)) != len(paths):
-        raise _problem(name, "each changed file once", "none" if not files else "one twice", "write the patch with git format-patch")
+        raise _problem(
+            name,
+            "each changed file once",
+            "none" if not files else "one twice",
+            "write the patch with git format-patch",
+        )
     return tuple(files)
 
 
@@ -200,10 +233,17 @@ def _parse_hunk(where: str, lines: list[bytes], position: int, number: int) -> t
             if sign != b"-":
                 new.append(content)
         else:
-            raise _problem(where, f"{old_count} lines before and {new_count} after", f"{len(old)} and {len(new)}, then {_quote(line)}", "restore the patch")
+            raise _problem(
+                where,
+                f"{old_count} lines before and {new_count} after",
+                f"{len(old)} and {len(new)}, then {_quote(line)}",
+                "restore the patch",
+            )
         position += 1
     if len(old) != old_count or len(new) != new_count or not signs or set(signs) == {b" "}:
-        raise _problem(where, f"a change of {old_count} lines to {new_count}", f"{len(old)} to {len(new)}", "restore the patch")
+        raise _problem(
+            where, f"a change of {old_count} lines to {new_count}", f"{len(old)} to {len(new)}", "restore the patch"
+        )
     leading = next(n for n, sign in enumerate(signs) if sign != b" ")
     trailing = next(n for n, sign in enumerate(reversed(signs)) if sign != b" ")
     return Hunk(number, old_start, new_start, tuple(old), tuple(new), leading, trailing), position
@@ -213,7 +253,9 @@ def _checked_path(name: str, raw: bytes) -> str:
     path = raw.decode("ascii", "replace")
     parts = path.split("/")
     if not re.fullmatch(r"[A-Za-z0-9_.+/-]+", path) or path.startswith("/") or {"", ".", ".."} & set(parts):
-        raise _problem(name, "a relative path of plain characters", _quote(raw), "patches stay inside the release's tree")
+        raise _problem(
+            name, "a relative path of plain characters", _quote(raw), "patches stay inside the release's tree"
+        )
     return path
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a release of the lock to a wheel in a folder: fetch, series, overlay, change set, wheel, and the files beside it."""
+"""From a release of the lock to a wheel in a folder, with the files beside it."""
 
 import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 from builder import changeset, overlay, series, wheel
@@ -71,7 +72,7 @@ def read_inputs(project: Project, release: str) -> Inputs:
 
 
 def check_epoch() -> None:
-    """Raise UsageProblem for a SOURCE_DATE_EPOCH that no archive could hold; a good one changes nothing: the lock's time holds."""
+    """Raise UsageProblem for a SOURCE_DATE_EPOCH that no archive could hold; a good one changes nothing."""
     value = os.environ.get("SOURCE_DATE_EPOCH", "")
     if value and not (value.isascii() and value.isdigit() and EARLIEST <= int(value) <= LATEST):
         raise UsageProblem(
@@ -82,7 +83,9 @@ def check_epoch() -> None:
         )
 
 
-def build(project: Project, release: Release, flavor: str, arch: str, out: Path, cache: Path, *, offline: bool) -> Written:
+def build(
+    project: Project, release: Release, flavor: str, arch: str, out: Path, cache: Path, *, offline: bool
+) -> Written:
     """Build the patched wheel with constraints and SHA256SUMS beside it.
 
     Raises InputProblem or PatchProblem if anything differs from VERSIONS.lock; then nothing new lies in `out`.
@@ -91,7 +94,10 @@ def build(project: Project, release: Release, flavor: str, arch: str, out: Path,
     pinned = release.pinned_wheel(flavor, arch)
     if pinned is None:
         raise InputProblem(
-            f"{release.version}+{release.label} {flavor} {arch}", expected="the wheel in VERSIONS.lock", found="none", do="run `build.py lock`"
+            f"{release.version}+{release.label} {flavor} {arch}",
+            expected="the wheel in VERSIONS.lock",
+            found="none",
+            do="run `build.py lock`",
         )
     pins = read_closure(project, release, flavor)
     with _naming_damage(release, project):
@@ -121,12 +127,9 @@ def check_series(entries: tuple[SeriesEntry, ...], release: Release) -> None:
     expected = [(patch.file, patch.sha256) for patch in release.patch]
     if found == expected:
         return
-    for (path, digest), (pinned_path, pinned_digest) in zip(found, expected, strict=False):
-        if (path, digest) != (pinned_path, pinned_digest):
-            break
-    else:
-        path, digest = (found + [("the end of the series", "")])[min(len(found), len(expected))]
-        pinned_path, pinned_digest = (expected + [("the end of the series", "")])[min(len(found), len(expected))]
+    end = ("the end of the series", "")
+    rows = zip_longest(found, expected, fillvalue=end)
+    (path, digest), (pinned_path, pinned_digest) = next(row for row in rows if row[0] != row[1])
     raise InputProblem(
         f"patches/{release.version}/series",
         expected=f"{pinned_path} sha256 {pinned_digest} (VERSIONS.lock)",
@@ -139,11 +142,18 @@ def read_closure(project: Project, release: Release, flavor: str) -> tuple[str, 
     """The flavor's locked requirements; raises InputProblem unless the file is the pinned one."""
     closure = release.closure_of(flavor)
     if closure is None:
-        raise InputProblem(f"{release.version} {flavor}", expected="a closure in VERSIONS.lock", found="none", do="run `build.py lock`")
+        raise InputProblem(
+            f"{release.version} {flavor}", expected="a closure in VERSIONS.lock", found="none", do="run `build.py lock`"
+        )
     path = project.locks / closure.file
     found = sha256_of(path) if path.is_file() else "no file"
     if found != closure.sha256:
-        raise InputProblem(f"locks/{closure.file}", expected=f"sha256 {closure.sha256} (VERSIONS.lock)", found=found, do="restore the file")
+        raise InputProblem(
+            f"locks/{closure.file}",
+            expected=f"sha256 {closure.sha256} (VERSIONS.lock)",
+            found=found,
+            do="restore the file",
+        )
     return read_pins(path)
 
 
@@ -172,7 +182,11 @@ def _naming_damage(release: Release, project: Project) -> Iterator[None]:
         yield
     except PatchProblem as problem:
         folder = project.patches(release.version)
-        damaged = [row.file for row in release.patch if not (folder / row.file).is_file() or sha256_of(folder / row.file) != row.sha256]
+        damaged = [
+            row.file
+            for row in release.patch
+            if not (folder / row.file).is_file() or sha256_of(folder / row.file) != row.sha256
+        ]
         if damaged:
             problem.args = (f"{problem} (not as VERSIONS.lock pins it, by sha256: {', '.join(damaged)})",)
         raise

@@ -16,8 +16,8 @@ from builder.closure import read_pins, version_of
 from builder.errors import InputProblem, UsageProblem
 from builder.fetch import download, fetch, sha256_of, store
 from builder.index import file_names
-from builder.metadata import edit_metadata
 from builder.lockfile import Artefact, Closure, PinnedPatch, PinnedWheel, Release
+from builder.metadata import edit_metadata
 from builder.pipeline import ARCHES, FLAVORS, Project, read_inputs
 from builder.uv import run_uv
 from builder.wheel import Build, Origin, UpstreamWheel, Written
@@ -59,7 +59,9 @@ def relock(project: Project, release: Release, label: str | None, cache: Path, u
                 if closure not in result.closure:
                     result = replace(result, closure=(*result.closure, closure))
                 pins = read_pins(project.locks / closure.file)
-                written = wheel.write(Origin(path, artefact.sha256, release.commit), build, inputs.content(changes, pins), Path(scratch))
+                written = wheel.write(
+                    Origin(path, artefact.sha256, release.commit), build, inputs.content(changes, pins), Path(scratch)
+                )
                 result = replace(result, wheel=(*result.wheel, _pin(written, build)))
                 written.path.unlink()
     if label is None:
@@ -77,7 +79,10 @@ def _discover(release: Release, cache: Path) -> tuple[Artefact, ...]:
         names = [name for name in file_names(project, release.version) if _fits(name, arch)]
         if len(names) != 1:
             raise InputProblem(
-                f"{project} {release.version}", expected=f"one {arch or 'sdist'} file on pip's index", found=f"{names}", do="check `pip config list`"
+                f"{project} {release.version}",
+                expected=f"one {arch or 'sdist'} file on pip's index",
+                found=f"{names}",
+                do="check `pip config list`",
             )
         with tempfile.TemporaryDirectory(prefix="download.", dir=cache) as scratch:
             path = download(project, release.version, names[0], Path(scratch))
@@ -109,8 +114,18 @@ def _closure(project: Project, release: Release, flavor: str, upstream: Upstream
     name = f"{release.version}-{flavor}.txt"
     path = project.locks / name
     if not path.is_file():
-        text = edit_metadata(upstream.text(f"{upstream.dist_info}/METADATA"), version=release.version, locked=(), license_files=(), cpu=flavor == "cpu")
-        lines = [line.removeprefix("Requires-Dist: ") for line in text.split("\n") if line.startswith("Requires-Dist: ") and "extra ==" not in line]
+        text = edit_metadata(
+            upstream.text(f"{upstream.dist_info}/METADATA"),
+            version=release.version,
+            locked=(),
+            license_files=(),
+            cpu=flavor == "cpu",
+        )
+        lines = [
+            line.removeprefix("Requires-Dist: ")
+            for line in text.split("\n")
+            if line.startswith("Requires-Dist: ") and "extra ==" not in line
+        ]
         resolved = resolve([*lines, *MISSED[flavor]], release.closure_date.isoformat(), uv)
         with replacing(path) as file:
             file.write(resolved.encode())
@@ -125,25 +140,63 @@ def resolve(requirements: Iterable[str], before: str, uv: Path) -> str:
     with tempfile.TemporaryDirectory() as scratch:
         source, result = Path(scratch, "in.txt"), Path(scratch, "out.txt")
         source.write_text("\n".join(requirements) + "\n", "utf-8")
-        command = ["pip", "compile", "--universal", "--python-version", PYTHONS[0], "--exclude-newer", before, "--generate-hashes"]
+        command = [
+            "pip",
+            "compile",
+            "--universal",
+            "--python-version",
+            PYTHONS[0],
+            "--exclude-newer",
+            before,
+            "--generate-hashes",
+        ]
         run_uv(uv, [*command, "--no-header", "--no-annotate", "--output-file", str(result), str(source)])
         for arch in ARCHES:
             for python in PYTHONS:
-                command = ["pip", "install", "--dry-run", "--require-hashes", "--only-binary", ":all:", "--target", str(Path(scratch, "site"))]
-                run_uv(uv, [*command, "--python-platform", f"{arch}-manylinux_2_40", "--python-version", python, "-r", str(result)])
-        return f"# Resolved from upstream's requirements with what the index had before {before}.\n" + result.read_text("utf-8")
+                command = [
+                    "pip",
+                    "install",
+                    "--dry-run",
+                    "--require-hashes",
+                    "--only-binary",
+                    ":all:",
+                    "--target",
+                    str(Path(scratch, "site")),
+                ]
+                run_uv(
+                    uv,
+                    [
+                        *command,
+                        "--python-platform",
+                        f"{arch}-manylinux_2_40",
+                        "--python-version",
+                        python,
+                        "-r",
+                        str(result),
+                    ],
+                )
+        return f"# Resolved from upstream's requirements with what the index had before {before}.\n" + result.read_text(
+            "utf-8"
+        )
 
 
 def _with_changes(release: Release, changes: Iterable[tuple[str, Change]], file: str) -> Release:
     """Pin the change set, which must be the same for every wheel of the release."""
     pinned = tuple(change.pin(path) for path, change in sorted(changes))
     if release.changed and pinned != release.changed:
-        raise InputProblem(file, expected="the changed files to be those of the first wheel", found="others", do="a patch touches a file that differs by flavor")
+        raise InputProblem(
+            file,
+            expected="the changed files to be those of the first wheel",
+            found="others",
+            do="a patch touches a file that differs by flavor",
+        )
     return replace(release, changed=pinned)
 
 
 def _pin(written: Written, build: Build) -> PinnedWheel:
-    return PinnedWheel(build.label, build.flavor, build.arch, written.path.name, written.sha256, f"sha256:{written.manifest}")
+    return PinnedWheel(
+        build.label, build.flavor, build.arch, written.path.name, written.sha256, f"sha256:{written.manifest}"
+    )
 
 
 def _refuse_other_bytes(old: Release, new: Release) -> None:

@@ -10,17 +10,23 @@ from packaging.requirements import Requirement
 PROPERTY = "vllm-ndt"
 
 
-def bill_of_materials(*, version: str, upstream: str, upstream_sha256: str, patches: Iterable[tuple[str, str]], pins: Iterable[str]) -> bytes:
+def bill_of_materials(
+    *, version: str, upstream: str, upstream_sha256: str, patches: Iterable[tuple[str, str]], pins: Iterable[str]
+) -> bytes:
     """A CycloneDX document: the wheel, the upstream wheel that it came from with its patches, the locked closure."""
     pedigree = {
         "ancestors": [_component("vllm", upstream, hashes=[{"alg": "SHA-256", "content": upstream_sha256}])],
-        "patches": [{"type": "unofficial", "diff": {"text": {"content": f"{name} sha256:{digest}"}}} for name, digest in patches],
+        "patches": [
+            {"type": "unofficial", "diff": {"text": {"content": f"{name} sha256:{digest}"}}} for name, digest in patches
+        ],
     }
     document = {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
         "version": 1,
-        "metadata": {"component": _component("vllm", version, pedigree=pedigree, licenses=[{"license": {"id": "Apache-2.0"}}])},
+        "metadata": {
+            "component": _component("vllm", version, pedigree=pedigree, licenses=[{"license": {"id": "Apache-2.0"}}])
+        },
         "components": [_pinned(pin) for pin in pins],
     }
     return (json.dumps(document, indent=1) + "\n").encode()
@@ -31,7 +37,9 @@ def _pinned(pin: str) -> dict[str, Any]:
     version = str(requirement.specifier).removeprefix("==")
     if requirement.marker is None:
         return _component(requirement.name, version)
-    return _component(requirement.name, version, properties=[{"name": f"{PROPERTY}:marker", "value": str(requirement.marker)}])
+    return _component(
+        requirement.name, version, properties=[{"name": f"{PROPERTY}:marker", "value": str(requirement.marker)}]
+    )
 
 
 def _component(name: str, version: str, **more: Any) -> dict[str, Any]:

@@ -37,13 +37,17 @@ def read_series(folder: Path) -> tuple[SeriesEntry, ...]:
     try:
         text = series.read_text("utf-8")
     except FileNotFoundError:
-        raise _problem(str(series), "the order of the patches", "no file", "write it; see docs/adding-a-patch.md") from None
+        raise _problem(
+            str(series), "the order of the patches", "no file", "write it; see docs/adding-a-patch.md"
+        ) from None
     names = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
     entries = []
     for name in names:
         older, _, file = name.rpartition("/")
         if not NAME.fullmatch(file) or (older and not re.fullmatch(r"\.\./[0-9][0-9a-z.]*", older)):
-            raise _problem(f"{series}", "verb-first-kebab-case.patch, or one as ../RELEASE/NAME.patch", name, "correct the line")
+            raise _problem(
+                f"{series}", "verb-first-kebab-case.patch, or one as ../RELEASE/NAME.patch", name, "correct the line"
+            )
         try:
             data = (folder / name).read_bytes()
         except FileNotFoundError:
@@ -53,7 +57,12 @@ def read_series(folder: Path) -> tuple[SeriesEntry, ...]:
         raise _problem(f"{series}", "each patch once", "one twice", "delete a line")
     left_over = sorted({path.name for path in folder.glob("*.patch")} - set(names))
     if left_over:
-        raise _problem(f"{series}", "every patch of the folder", f"{', '.join(left_over)} not named", "add a line or delete the file")
+        raise _problem(
+            f"{series}",
+            "every patch of the folder",
+            f"{', '.join(left_over)} not named",
+            "add a line or delete the file",
+        )
     return tuple(entries)
 
 
@@ -62,7 +71,9 @@ def parse_series(entries: tuple[SeriesEntry, ...], root: Path) -> tuple[Patch, .
     patches = tuple(parse(entry.name, entry.data) for entry in entries)
     for patch in patches:
         if patch.trailers["Layer"] == "native":
-            raise _problem(patch.name, "Layer: python", "native", "native code needs a build from source; a wheel cannot take it")
+            raise _problem(
+                patch.name, "Layer: python", "native", "native code needs a build from source; a wheel cannot take it"
+            )
         check_test(patch, root)
     return patches
 

@@ -36,9 +36,15 @@ def make_trees(project: Project, release: Release, arch: str, cache: Path, uv: P
     return Trees(*(_install(wheel.path, wheel.sha256, closure, cache, uv) for wheel in (stock, patched)))
 
 
-def run_pytest(project: Project, dev: Path, uv: Path, trees: Trees | None, arguments: list[str]) -> int:
+def run_pytest(project: Project, dev: Path, uv: Path, trees: Trees | None, cache: Path, arguments: list[str]) -> int:
     """Run the tests: all of them, or those below tests/builder if there are no trees; returns pytest's exit status."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(dev), str(project.root)]), "UV": str(uv), "PYTHONDONTWRITEBYTECODE": "1"}
+    path = os.pathsep.join(str(folder) for folder in (dev, project.root, project.overlay))
+    environment = os.environ | {
+        "PYTHONPATH": path,
+        "UV": str(uv),
+        "BUILD_CACHE": str(cache),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     command = [sys.executable, "-m", "pytest", *arguments]
     if trees:
         environment |= {"STOCK_PYTHON": str(trees.stock), "PATCHED_PYTHON": str(trees.patched)}
@@ -58,7 +64,11 @@ def _closure_site(project: Project, release: Release, cache: Path, uv: Path) -> 
             shutil.rmtree(folder, ignore_errors=True)
             run_uv(uv, ["venv", "--python", sys.executable, str(folder)])
             requirements = [option for lock in locks for option in ("--requirement", str(lock))]
-            run_uv(uv, ["pip", "install", "--python", str(folder / "bin" / "python"), "--require-hashes", *requirements], cache / "uv")
+            run_uv(
+                uv,
+                ["pip", "install", "--python", str(folder / "bin" / "python"), "--require-hashes", *requirements],
+                cache / "uv",
+            )
             (folder / "complete").touch()
     return _site_packages(folder)
 

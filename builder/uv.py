@@ -18,7 +18,9 @@ def run_uv(uv: Path, arguments: list[str], cache: Path | None = None) -> None:
     environment |= {"UV_PYTHON_DOWNLOADS": "never", "UV_SYSTEM_CERTS": "true", "UV_NO_CONFIG": "1"} | os.environ
     if cache:
         environment["UV_CACHE_DIR"] = str(cache)
-    done = subprocess.run([str(uv), "--quiet", *arguments], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [str(uv), "--quiet", *arguments], env=environment, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         found = last_line(done.stderr)
         raise InputProblem(f"uv {' '.join(arguments[:2])}", expected="it to succeed", found=found, do="see its message")

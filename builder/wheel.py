@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the patched wheel in one pass: unchanged members raw, changed and new ones stored, RECORD and manifest anew."""
+"""Writes the patched wheel in one pass: unchanged members raw, the others stored, RECORD and manifest anew."""
 
 import base64
 import csv
@@ -132,7 +132,9 @@ class UpstreamWheel:
             if name not in unsigned:
                 algorithm, _, value = digest.partition("=")
                 if algorithm != "sha256" or size != str(self.members[name].size):
-                    raise self._problem(f"RECORD with sha256 and the size {self.members[name].size} for {name!r}", f"{digest}, {size}")
+                    raise self._problem(
+                        f"RECORD with sha256 and the size {self.members[name].size} for {name!r}", f"{digest}, {size}"
+                    )
                 recorded[name] = (base64.urlsafe_b64decode(value + "=").hex(), int(size))
         return recorded
 
@@ -164,7 +166,9 @@ def write(origin: Origin, build: Build, content: Content | None, folder: Path, *
     return Written(path, digest.hexdigest(), manifest)
 
 
-def _write_members(upstream: UpstreamWheel, origin: Origin, build: Build, content: Content | None, writer: wheelfile.Writer) -> str:
+def _write_members(
+    upstream: UpstreamWheel, origin: Origin, build: Build, content: Content | None, writer: wheelfile.Writer
+) -> str:
     dist_info = f"vllm-{build.version}.dist-info"
     changes: ChangeSet = content.changes if content else {}
     new = {path: change.after for path, change in changes.items()}
@@ -202,7 +206,9 @@ def _write_members(upstream: UpstreamWheel, origin: Origin, build: Build, conten
     return digest
 
 
-def _generated(upstream: UpstreamWheel, dist_info: str, build: Build, origin: Origin, content: Content | None) -> dict[str, bytes]:
+def _generated(
+    upstream: UpstreamWheel, dist_info: str, build: Build, origin: Origin, content: Content | None
+) -> dict[str, bytes]:
     tags = {str(tag) for tag in parse_wheel_filename(origin.path.name)[3]}
     old = upstream.dist_info
     edited = metadata.edit_metadata(
@@ -254,9 +260,19 @@ def _manifest(origin: Origin, build: Build, content: Content, rows: _Rows) -> by
         "version": build.version,
         "flavor": build.flavor,
         "arch": build.arch,
-        "upstream": {"version": build.release, "commit": origin.commit, "wheel": origin.path.name, "sha256": origin.sha256},
+        "upstream": {
+            "version": build.release,
+            "commit": origin.commit,
+            "wheel": origin.path.name,
+            "sha256": origin.sha256,
+        },
         "patches": [
-            {"name": patch.name, "subject": patch.subject, "sha256": digest, "files": [file.path for file in patch.files]}
+            {
+                "name": patch.name,
+                "subject": patch.subject,
+                "sha256": digest,
+                "files": [file.path for file in patch.files],
+            }
             for patch, digest in content.patches
         ],
         "changed": sorted([*content.changes, VERSION_MODULE]),

@@ -73,7 +73,12 @@ def read_members(file: BinaryIO) -> tuple[Member, ...]:
     if len(tail) < _END.size or not tail.startswith(b"PK\5\6"):
         raise _problem(file, "a zip archive without a comment", "no end record (cut off?)")
     _, disk, first_disk, here, total, directory_size, directory, comment = _END.unpack(tail)
-    if (disk, first_disk, comment) != (0, 0, 0) or here != total or 0xFFFF in (here, total) or _LIMIT in (directory_size, directory):
+    if (
+        (disk, first_disk, comment) != (0, 0, 0)
+        or here != total
+        or 0xFFFF in (here, total)
+        or _LIMIT in (directory_size, directory)
+    ):
         raise _problem(file, "one plain zip archive", "zip64, several disks or a comment")
     if directory + directory_size + _END.size != size:
         raise _problem(file, f"the central directory to end at {size - _END.size}", f"{directory + directory_size}")
@@ -86,7 +91,9 @@ def read_members(file: BinaryIO) -> tuple[Member, ...]:
         names.add(member.name)
         header = member.local_header()
         if member.offset != position or os.pread(file.fileno(), len(header), member.offset) != header:
-            raise _problem(file, f"the local header of {member.name!r} at {position}, equal to the central one", "another")
+            raise _problem(
+                file, f"the local header of {member.name!r} at {position}, equal to the central one", "another"
+            )
         position = member.end
     if position != directory:
         raise _problem(file, "no bytes between the last member and the directory", f"{directory - position}")
@@ -155,7 +162,9 @@ class Writer:
         directory = b"".join(member.central_header() for member in self._members)
         count = len(self._members)
         if count >= 0xFFFF or self._position + len(directory) >= _LIMIT:
-            raise InputProblem("the wheel", expected="less than 4 GiB and 65,535 members", found="more", do="zip64 is not written")
+            raise InputProblem(
+                "the wheel", expected="less than 4 GiB and 65,535 members", found="more", do="zip64 is not written"
+            )
         self._write(directory + _END.pack(b"PK\5\6", 0, 0, count, count, len(directory), self._position, 0))
         self._target.flush()
 
@@ -170,7 +179,10 @@ def _copy_range(source: BinaryIO, target: BinaryIO, offset: int, length: int) ->
     while length > 0:
         try:
             done = os.copy_file_range(source.fileno(), target.fileno(), length, offset)
-        except (AttributeError, OSError):  # another file system, an old kernel, not Linux: a real error comes again below
+        except (
+            AttributeError,
+            OSError,
+        ):  # another file system, an old kernel, not Linux: a real error comes again below
             done = os.write(target.fileno(), os.pread(source.fileno(), min(length, 1 << 20), offset))
         if done == 0:
             raise _problem(source, f"{length} more bytes at {offset}", "the end of the file")
@@ -185,7 +197,25 @@ def _read_central(file: BinaryIO, data: bytes, total: int) -> Iterator[Member]:
         if position + _CENTRAL.size > len(data):
             raise _problem(file, f"{total} entries in the central directory", "fewer")
         entry = _CENTRAL.unpack_from(data, position)
-        signature, made_by, needed, flags, method, time, date, crc, packed, size, name_length, extra, comment, disk, _, attributes, offset = entry
+        (
+            signature,
+            made_by,
+            needed,
+            flags,
+            method,
+            time,
+            date,
+            crc,
+            packed,
+            size,
+            name_length,
+            extra,
+            comment,
+            disk,
+            _,
+            attributes,
+            offset,
+        ) = entry
         position += _CENTRAL.size
         raw = data[position : position + name_length]
         position += name_length
@@ -193,12 +223,19 @@ def _read_central(file: BinaryIO, data: bytes, total: int) -> Iterator[Member]:
             name = raw.decode("utf-8")
         except UnicodeDecodeError:
             raise _problem(file, "names in UTF-8", repr(raw)) from None
-        if signature != b"PK\1\2" or (extra, comment, disk) != (0, 0, 0) or needed > 20 or _LIMIT in (packed, size, offset):
+        if (
+            signature != b"PK\1\2"
+            or (extra, comment, disk) != (0, 0, 0)
+            or needed > 20
+            or _LIMIT in (packed, size, offset)
+        ):
             raise _problem(file, f"a plain entry for {name!r}", "zip64, an extra field, a comment or another disk")
         mode = attributes >> 16
         member = Member(name, method, crc, packed, size, mode, (time, date), offset)
         if flags != member.flags or method not in (STORED, DEFLATED) or (method == STORED and packed != size):
-            raise _problem(file, f"{name!r} stored or deflated, with sizes in its header", f"flags {flags:#x}, method {method}")
+            raise _problem(
+                file, f"{name!r} stored or deflated, with sizes in its header", f"flags {flags:#x}, method {method}"
+            )
         if made_by >> 8 != UNIX or not stat.S_ISREG(mode):
             raise _problem(file, f"{name!r} to be a regular file made on Unix", f"system {made_by >> 8}, mode {mode:o}")
         if not is_safe(name):

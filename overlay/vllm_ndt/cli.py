@@ -26,7 +26,9 @@ def parser() -> argparse.ArgumentParser:
         help="say whether the vLLM that would run is the patched build",
         epilog="exit statuses: 0 patched, 1 edited or incomplete, 2 rolled back, 3 could not check",
     )
-    command.add_argument("--deep", action="store_true", help="hash every file; without it Python files only, the rest by size")
+    command.add_argument(
+        "--deep", action="store_true", help="hash every file; without it Python files only, the rest by size"
+    )
     command.add_argument("--expect", metavar="DIGEST", help="the manifest digest that the build printed")
     command.add_argument("--against", metavar="WHEEL", help="a wheel file that this installation must come from")
     command.add_argument("--json", action="store_true", help="print one JSON object")

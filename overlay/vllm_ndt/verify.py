@@ -42,8 +42,8 @@ class Report:
     def lines(self) -> list[str]:
         """The report for a reader: one line, and one for each finding (at most twenty)."""
         head = f"{self.verdict}: {self.where}"
-        if self.manifest and self.verdict != ROLLED_BACK:
-            head += f", vllm {self.manifest.version}, manifest {self.manifest.digest}, patches: {', '.join(self.manifest.patches)}"
+        if (found := self.manifest) and self.verdict != ROLLED_BACK:
+            head += f", vllm {found.version}, manifest {found.digest}, patches: {', '.join(found.patches)}"
         more = [f"  and {len(self.findings) - SHOWN} more"] if len(self.findings) > SHOWN else []
         return [head, *(f"  {finding}" for finding in self.findings[:SHOWN]), *more]
 
@@ -75,7 +75,11 @@ def check_running(*, deep: bool = False, expect: str | None = None, against: str
 
 def find_site(folder: Path) -> Path:
     """The site-packages folder that holds vllm: `folder` itself, or the one of the environment `folder`."""
-    candidates = [folder, *sorted(folder.glob("lib*/python*/site-packages")), *sorted(folder.glob("lib/python*/dist-packages"))]
+    candidates = [
+        folder,
+        *sorted(folder.glob("lib*/python*/site-packages")),
+        *sorted(folder.glob("lib/python*/dist-packages")),
+    ]
     return next((path for path in candidates if (path / "vllm").is_dir() or (path / manifest.NAME).is_file()), folder)
 
 
@@ -86,7 +90,11 @@ def check_site(site: Path, *, deep: bool = False, expect: str | None = None) -> 
     """
     where = str(site)
     if expect is not None and not _DIGEST.fullmatch(expect):
-        return Report(where, UNKNOWN, findings=[f"expected a digest of 64 hexadecimal digits, found {expect!r}; copy it from the build"])
+        return Report(
+            where,
+            UNKNOWN,
+            findings=[f"expected a digest of 64 hexadecimal digits, found {expect!r}; copy it from the build"],
+        )
     try:
         installed = _installed(site)
         if not (site / "vllm").is_dir() and not installed:
@@ -103,11 +111,19 @@ def check_site(site: Path, *, deep: bool = False, expect: str | None = None) -> 
             return Report(where, ROLLED_BACK, found, [f"vllm {', '.join(installed)} is installed over {found.version}"])
         return _compare(site, found, installed, deep, expect)
     except OSError as error:
-        return Report(where, UNKNOWN, findings=[f"{error.filename}: expected to read it, found: {error.strerror}; run as a user who can"])
+        return Report(
+            where,
+            UNKNOWN,
+            findings=[f"{error.filename}: expected to read it, found: {error.strerror}; run as a user who can"],
+        )
 
 
 def _compare(site: Path, found: Manifest, installed: list[str], deep: bool, expect: str | None) -> Report:
-    edited = [f"two installations of vllm: {', '.join(installed)}; reinstall into a clean environment"] if len(installed) > 1 else []
+    edited = (
+        [f"two installations of vllm: {', '.join(installed)}; reinstall into a clean environment"]
+        if len(installed) > 1
+        else []
+    )
     missing: list[str] = []
     listings: dict[Path, list[str]] = {}
     for name, (digest, size) in found.files.items():
@@ -130,7 +146,9 @@ def _compare(site: Path, found: Manifest, installed: list[str], deep: bool, expe
     return Report(str(site), verdict, found, edited + missing)
 
 
-def _bad_caches(site: Path, source: Path, name: str, data: bytes, compare: bool, listings: dict[Path, list[str]]) -> Iterator[str]:
+def _bad_caches(
+    site: Path, source: Path, name: str, data: bytes, compare: bool, listings: dict[Path, list[str]]
+) -> Iterator[str]:
     """Findings on the bytecode of one good source."""
     folder = source.parent
     if folder not in listings:
@@ -140,7 +158,11 @@ def _bad_caches(site: Path, source: Path, name: str, data: bytes, compare: bool,
             listings[folder] = []
     for cache in bytecode.caches_of(source, listings[folder]):
         unchecked = bytecode.runs_unchecked(cache)
-        if (compare or unchecked) and (verdict := bytecode.is_of(cache, source, data)) is not True and (unchecked or verdict is False):
+        if (
+            (compare or unchecked)
+            and (verdict := bytecode.is_of(cache, source, data)) is not True
+            and (unchecked or verdict is False)
+        ):
             yield f"{cache.relative_to(site)}: bytecode that is not {name}'s; delete it"
 
 
@@ -150,7 +172,9 @@ def _strangers(site: Path, found: Manifest) -> Iterator[str]:
         for root, folders, names in os.walk(site / package):
             prefix = Path(root).relative_to(site).as_posix()
             if folders and any(Path(root, name).is_symlink() for name in folders):
-                yield from (f"{prefix}/{name}: a link in place of a folder" for name in folders if Path(root, name).is_symlink())
+                yield from (
+                    f"{prefix}/{name}: a link in place of a folder" for name in folders if Path(root, name).is_symlink()
+                )
             folders[:] = [name for name in folders if name != "__pycache__"]
             for name in names:
                 if name.endswith(_CODE) and f"{prefix}/{name}" not in found.files:
@@ -161,7 +185,9 @@ def _without_manifest(where: str, installed: list[str]) -> Report:
     version = ", ".join(installed) or "of unknown version"
     if "+ndt." in version:
         return Report(where, INCOMPLETE, findings=[f"{manifest.NAME}: missing (vllm {version}); reinstall the wheel"])
-    return Report(where, ROLLED_BACK, findings=[f"vllm {version} without this project's manifest: reinstall the patched wheel"])
+    return Report(
+        where, ROLLED_BACK, findings=[f"vllm {version} without this project's manifest: reinstall the patched wheel"]
+    )
 
 
 def _installed(site: Path) -> list[str]:

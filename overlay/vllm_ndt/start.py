@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens when an engine's configuration is made: the settings are checked, and one line says what runs."""
+
+import hashlib
+import json
+import multiprocessing
+import os
+from pathlib import Path
+
+from vllm_ndt import settings
+
+MANIFEST = Path(__file__).with_name("manifest.json")
+
+_announced = False
+
+
+def on_engine_config() -> None:
+    """Check the VLLM_NDT_* variables and log the start line, once and in the first process only.
+
+    Raises settings.SettingError if a variable holds a value that is not allowed.
+    """
+    global _announced
+    settings.check(os.environ)
+    # API servers, engine cores and workers are children, and have this line in their parent's log already
+    if _announced or multiprocessing.parent_process() is not None:
+        return
+    _announced = True
+    from vllm.logger import init_logger
+
+    # vLLM sets up the logger "vllm" and what is below it; a name of our own would log nothing
+    init_logger("vllm.ndt").info("%s", start_line(MANIFEST))
+
+
+def start_line(manifest: Path) -> str:
+    """One line with the version, the patches in order and the manifest's digest; never fails."""
+    try:
+        content = manifest.read_bytes()
+    except FileNotFoundError:
+        return "vLLM with vllm_ndt's patches, manifest missing: run `vllm-ndt verify`"
+    except OSError as error:
+        return f"vLLM with vllm_ndt's patches, manifest unreadable ({error.strerror}): run `vllm-ndt verify`"
+    try:
+        facts = json.loads(content)
+        version, patches = facts["version"], ", ".join(patch["name"] for patch in facts["patches"])
+    except (ValueError, KeyError, TypeError):
+        return "vLLM with vllm_ndt's patches, manifest damaged: run `vllm-ndt verify`"
+    return f"vLLM {version}, patched: {patches or 'nothing'}; manifest sha256:{hashlib.sha256(content).hexdigest()}"

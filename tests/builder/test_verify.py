@@ -1,0 +1,442 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`verify` on installed wheels: patched after every way to install, and named what happened to them since."""
+
+import base64
+import hashlib
+import json
+import os
+import py_compile
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.builder.toy import BUILT, FILES, LINES, ROOT, WHEEL, Toy, write_wheel
+
+CASES = json.loads((Path(__file__).parent / "data" / "verify.json").read_text())
+COMMAS = "vllm/configs/E=8,N=3584,device_name=H100.json"
+
+
+class Site:
+    """An environment with the toy's wheel, and the verdicts on it."""
+
+    def __init__(self, folder: Path, toy: Toy, uv: str) -> None:
+        self.folder, self.toy, self.uv = folder, toy, uv
+        subprocess.run(
+            [uv, "venv", "--quiet", "--seed", "--python", sys.executable, str(folder)], check=True, env=clean()
+        )
+        self.python = folder / "bin" / "python"
+        self.packages = next(folder.glob("lib/python*/site-packages"))
+        self.path = ""
+
+    def pip(self, *arguments: str) -> None:
+        command = [str(self.python), "-m", "pip", "install", "--quiet", "--no-index", *arguments]
+        subprocess.run(command, check=True, env=clean(), capture_output=True)
+
+    def uv_pip(self, *arguments: str, **environment: str) -> None:
+        command = [
+            self.uv,
+            "pip",
+            "install",
+            "--quiet",
+            "--offline",
+            "--no-index",
+            "--python",
+            str(self.python),
+            *arguments,
+        ]
+        subprocess.run(command, check=True, env=clean() | environment, capture_output=True)
+
+    def inside(self, *arguments: str, path: str = "") -> tuple[int, str]:
+        """Exit status and text of `vllm-ndt verify`, run without a home and without write access to the environment."""
+        environment = {"PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"} | (
+            {"PYTHONPATH": path or self.path} if path or self.path else {}
+        )
+        command = [str(self.python), "-m", "vllm_ndt.cli", "verify", *arguments]
+        script = self.folder / "bin" / "vllm-ndt"
+        if script.exists():
+            command = [str(script), "verify", *arguments]
+        done = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    def outside(self, *arguments: str, site: Path | None = None) -> tuple[int, str]:
+        """Exit status and text of `build.py verify --site`."""
+        done = self.toy.run("verify", "--site", str(site or self.folder), *arguments)
+        return done.returncode, done.stdout + done.stderr
+
+
+def clean() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "PIP_", "UV"))}
+
+
+@pytest.fixture
+def site(tmp_path: Path, built: Toy, uv: str) -> Site:
+    site = Site(tmp_path / "env", built, uv)
+    # Copied: uv's hard links would let a test write into the cache that the next one installs from.
+    site.uv_pip("--link-mode", "copy", str(built.dist / BUILT))
+    return site
+
+
+@pytest.fixture
+def empty(tmp_path: Path, built: Toy, uv: str) -> Site:
+    return Site(tmp_path / "env", built, uv)
+
+
+def test_every_case_has_its_test() -> None:
+    """The right answers are data; each is tried below."""
+    tried = {
+        "pip or uv install of the patched wheel, in any of their modes (target, user, compiled or not, linked)": test_patched_after_every_way_to_install,
+        "pip install --force-reinstall vllm==0.27.1 from the public index": test_stock_installed_over_it_is_rolled_back,
+        "one byte of a patched file changed": test_edited_files_are_named,
+        "one byte of an untouched Python file changed, size kept, RECORD's row made to agree": test_record_made_to_agree_does_not_help,
+        "one byte of a native library changed, size kept": test_native_library_needs_deep,
+        "one overlay file deleted": test_missing_files_are_named,
+        "a second, stock vllm earlier on the path": test_stock_in_front_is_rolled_back,
+        "files and manifest forged together": test_forged_manifest_is_found_by_its_digest,
+    }
+    assert {case["after"] for case in CASES} == set(tried)
+
+
+WAYS: dict[str, Callable[[Site, str], None]] = {
+    "pip": lambda site, wheel: site.pip(wheel),
+    "pip, not compiled": lambda site, wheel: site.pip("--no-compile", wheel),
+    "uv": lambda site, wheel: site.uv_pip(wheel),
+    "uv, compiled": lambda site, wheel: site.uv_pip("--compile-bytecode", wheel),
+    "uv, copied": lambda site, wheel: site.uv_pip("--link-mode", "copy", wheel),
+    "uv, symlinks": lambda site, wheel: site.uv_pip("--link-mode", "symlink", wheel),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_patched_after_every_way_to_install(empty: Site, way: str) -> None:
+    WAYS[way](empty, str(empty.toy.dist / BUILT))
+    for arguments in ((), ("--deep",)):
+        status, text = empty.inside(*arguments)
+        assert (status, text.split(":")[0]) == (0, "patched"), text
+        assert empty.outside(*arguments) == (0, text)
+    assert "vllm 0.27.1+ndt.1, manifest sha256:" in text
+    assert "patches: change-line-ten" in text
+
+
+@pytest.mark.parametrize("option", ["--target", "--user"])
+def test_patched_after_pip_into_another_folder(empty: Site, tmp_path: Path, option: str) -> None:
+    wheel = str(empty.toy.dist / BUILT)
+    base = tmp_path / "base"
+    if option == "--target":
+        empty.pip("--target", str(base), wheel)
+        folder = base
+    else:
+        environment = clean() | {"PYTHONUSERBASE": str(base)}
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-index",
+            "--user",
+            "--break-system-packages",
+            wheel,
+        ]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:  # an old pip does not know --break-system-packages
+            command.remove("--break-system-packages")
+            subprocess.run(command, env=environment, check=True, capture_output=True)
+        folder = next(base.glob("lib/python*/site-packages"))
+    status, text = empty.inside(path=str(folder))
+    assert (status, text.split(":")[0]) == (0, "patched"), text
+    assert empty.outside(site=folder)[0] == 0
+
+
+def test_read_only_installation_is_verified(site: Site) -> None:
+    for path in site.packages.rglob("*"):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    before = sorted(site.packages.rglob("*"))
+    assert site.inside()[0] == site.inside("--deep")[0] == 0
+    assert sorted(site.packages.rglob("*")) == before
+
+
+def test_stock_installed_over_it_is_rolled_back(site: Site) -> None:
+    site.pip("--no-deps", "--force-reinstall", str(site.toy.index / WHEEL))
+    status, text = site.outside()
+    assert status == 2
+    assert text.startswith(f"rolled back: {site.packages}")
+    assert "vllm 0.27.1 without this project's manifest" in text
+    assert not (site.folder / "bin" / "vllm-ndt").exists()
+    assert site.inside()[0] != 0
+
+
+def test_stock_in_front_is_rolled_back(site: Site, tmp_path: Path) -> None:
+    front = tmp_path / "front"
+    site.pip("--target", str(front), "--no-deps", str(site.toy.index / WHEEL))
+    status, text = site.inside(path=str(front))
+    assert status == 2
+    assert text.startswith("rolled back")
+    assert str(front) in text
+
+
+def test_stock_unpacked_over_it_by_hand_is_found(site: Site) -> None:
+    shutil.unpack_archive(site.toy.index / WHEEL, site.packages, "zip")
+    status, text = site.inside()
+    assert status == 1
+    assert "vllm/lines.py: not the build's" in text
+    assert "two installations of vllm: 0.27.1+ndt.1, 0.27.1" in text
+
+
+@pytest.mark.parametrize("name", ["vllm/lines.py", "vllm/cli.py", "vllm/_version.py", "vllm_ndt/cli.py"])
+def test_edited_files_are_named(site: Site, name: str) -> None:
+    edit(site.packages / name)
+    for status, text in (site.outside(), site.inside()) if name != "vllm_ndt/cli.py" else (site.outside(),):
+        assert status == 1
+        assert text.startswith("edited: ")
+        assert f"  {name}: not the build's\n" in text
+
+
+@pytest.mark.parametrize("name", [COMMAS, "vllm-0.27.1+ndt.1.dist-info/METADATA"])
+def test_other_files_are_judged_by_size_or_deep(site: Site, name: str) -> None:
+    edit(site.packages / name)
+    assert site.inside()[0] == 0
+    status, text = site.inside("--deep")
+    assert status == 1
+    assert f"  {name}: not the build's\n" in text
+    with (site.packages / name).open("ab") as file:
+        file.write(b"\n")
+    assert f"  {name}: not the build's\n" in site.inside()[1]
+
+
+def test_record_made_to_agree_does_not_help(site: Site) -> None:
+    edit(site.packages / "vllm" / "unended.py")
+    record = next(site.packages.glob("vllm-*.dist-info/RECORD"))
+    digests = [
+        base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        for data in (FILES["vllm/unended.py"], (site.packages / "vllm" / "unended.py").read_bytes())
+    ]
+    text = record.read_text()
+    assert digests[0] in text
+    record.write_text(text.replace(*digests))
+    status, text = site.inside()
+    assert status == 1
+    assert "  vllm/unended.py: not the build's\n" in text
+
+
+def test_native_library_needs_deep(site: Site) -> None:
+    edit(site.packages / "vllm" / "native.abi3.so")
+    assert site.inside()[0] == 0
+    for status, text in (site.inside("--deep"), site.outside("--deep")):
+        assert status == 1
+        assert text.startswith("edited: ")
+        assert "  vllm/native.abi3.so: not the build's\n" in text
+
+
+@pytest.mark.parametrize("name", ["vllm_ndt/verify.py", "vllm/lines.py", "vllm/native.abi3.so"])
+def test_missing_files_are_named(site: Site, name: str) -> None:
+    (site.packages / name).unlink()
+    status, text = site.outside()
+    assert status == 1
+    assert text.startswith("incomplete: ")
+    assert f"  {name}: missing\n" in text
+
+
+def test_missing_manifest_is_incomplete(site: Site) -> None:
+    (site.packages / "vllm_ndt" / "manifest.json").unlink()
+    for status, text in (site.inside(), site.outside()):
+        assert status == 1
+        assert text.startswith("incomplete: ")
+        assert "vllm_ndt/manifest.json" in text
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 2}', '{"format": 1, "files": {"a": "b"}}'])
+def test_damaged_manifest_is_edited(site: Site, text: str) -> None:
+    (site.packages / "vllm_ndt" / "manifest.json").write_text(text)
+    status, said = site.inside()
+    assert (status, said.split(":")[0]) == (1, "edited")
+    assert "Traceback" not in said
+
+
+def test_forged_manifest_is_found_by_its_digest(site: Site) -> None:
+    manifest = site.packages / "vllm_ndt" / "manifest.json"
+    digest = "sha256:" + hashlib.sha256(manifest.read_bytes()).hexdigest()
+    assert site.inside("--expect", digest)[0] == 0
+    assert site.inside("--expect", digest.removeprefix("sha256:"))[0] == 0
+    path = site.packages / "vllm" / "cli.py"
+    old = hashlib.sha256(path.read_bytes()).hexdigest()
+    edit(path)
+    manifest.write_text(manifest.read_text().replace(old, hashlib.sha256(path.read_bytes()).hexdigest()))
+    forged = "sha256:" + hashlib.sha256(manifest.read_bytes()).hexdigest()
+    assert site.inside()[0] == 0
+    for status, text in (site.inside("--expect", digest), site.outside("--expect", digest)):
+        assert status == 1
+        assert text.startswith("edited: ")
+        assert digest in text
+        assert forged in text
+
+
+def test_another_build_of_the_same_label(site: Site, tmp_path: Path, tools: Path) -> None:
+    from tests.builder.toy import make_toy
+
+    other = make_toy(tmp_path / "other", tools)
+    other.patch.write_text(other.patch.read_text().replace("line ten", "line TEN"))
+    other.pin()
+    assert other.run().returncode == 0
+    assert site.inside("--against", str(site.toy.dist / BUILT))[0] == 0
+    status, text = site.inside("--against", str(other.dist / BUILT))
+    assert status == 1
+    assert "another build" in text
+    assert site.inside("--against", "/nowhere.whl")[0] == 3
+    assert site.inside("--against", str(site.toy.index / WHEEL))[0] == 3
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["vllm/lines/__init__.py", "vllm/lines.abi3.so", "vllm/more.py", "vllm/gone.pyc", "vllm_ndt/settings/__init__.py"],
+)
+def test_code_that_would_run_in_place_of_the_builds_is_named(site: Site, name: str) -> None:
+    path = site.packages / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"")
+    status, text = site.inside()
+    assert status == 1
+    assert f"  {name}: not of this build\n" in text
+
+
+def test_linked_folder_is_named(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "evil").mkdir()
+    (site.packages / "vllm" / "lines").symlink_to(tmp_path / "evil")
+    status, text = site.inside()
+    assert status == 1
+    assert "  vllm/lines: a link" in text
+
+
+def evil_bytecode(path: Path, tmp_path: Path, mode: py_compile.PycInvalidationMode) -> Path:
+    """Put bytecode of another source, with the header that Python asks for, where Python looks first."""
+    evil = tmp_path / "evil.py"
+    evil.write_text("raise SystemExit('evil')\n")
+    status = path.stat()
+    evil.write_bytes(evil.read_bytes().ljust(status.st_size, b"#")[: max(status.st_size, 30)])
+    os.utime(evil, ns=(status.st_atime_ns, status.st_mtime_ns))
+    cache = Path(py_compile.compile(str(evil), cfile=str(tmp_path / "evil.pyc"), doraise=True, invalidation_mode=mode))
+    target = path.parent / "__pycache__" / f"{path.stem}.{sys.implementation.cache_tag}.pyc"
+    target.parent.mkdir(exist_ok=True)
+    shutil.copy(cache, target)
+    return target
+
+
+def test_bytecode_that_is_not_the_sources_is_named(site: Site, tmp_path: Path) -> None:
+    """The source is right, and yet Python would run something else."""
+    path = site.packages / "vllm" / "lines.py"
+    evil_bytecode(path, tmp_path, py_compile.PycInvalidationMode.TIMESTAMP)
+    ran = subprocess.run(
+        [str(site.python), "-c", "import vllm.lines"], capture_output=True, text=True, check=False, cwd="/"
+    )
+    assert "evil" in ran.stderr
+    status, text = site.inside()
+    assert status == 1
+    assert "bytecode that is not vllm/lines.py's" in text
+
+
+def test_unchecked_bytecode_of_an_untouched_file_is_named(site: Site, tmp_path: Path) -> None:
+    evil_bytecode(site.packages / "vllm" / "cli.py", tmp_path, py_compile.PycInvalidationMode.UNCHECKED_HASH)
+    status, text = site.inside()
+    assert status == 1
+    assert "bytecode that is not vllm/cli.py's" in text
+
+
+def test_bytecode_of_an_untouched_file_needs_deep(site: Site, tmp_path: Path) -> None:
+    evil_bytecode(site.packages / "vllm" / "cli.py", tmp_path, py_compile.PycInvalidationMode.TIMESTAMP)
+    assert site.inside()[0] == 0
+    assert "bytecode that is not vllm/cli.py's" in site.inside("--deep")[1]
+
+
+def test_stale_bytecode_is_no_difference(site: Site, tmp_path: Path) -> None:
+    target = evil_bytecode(site.packages / "vllm" / "lines.py", tmp_path, py_compile.PycInvalidationMode.TIMESTAMP)
+    data = bytearray(target.read_bytes())
+    data[8] ^= 1  # another source time: Python ignores it
+    target.write_bytes(data)
+    assert site.inside("--deep")[0] == 0
+
+
+@pytest.mark.parametrize("arguments", [["--expect", "abc"], ["--expect", ""], ["--nonsense"]])
+def test_wrong_use_could_not_check(site: Site, arguments: list[str]) -> None:
+    """2 says rolled back, so wrong use must not."""
+    status, text = site.inside(*arguments)
+    assert status == 3
+    assert "Traceback" not in text
+
+
+def test_no_vllm_could_not_check(empty: Site, tmp_path: Path) -> None:
+    assert empty.outside()[0] == 3
+    assert empty.outside(site=tmp_path / "nowhere")[0] == 3
+    assert empty.outside(site=Path("/etc/passwd"))[0] == 3
+
+
+def test_vllm_removed_by_hand_is_incomplete(site: Site) -> None:
+    shutil.rmtree(site.packages / "vllm")
+    for status, text in (site.inside(), site.outside()):
+        assert status == 1
+        assert text.startswith("incomplete")
+
+
+def test_json_report(site: Site) -> None:
+    status, text = site.inside("--json")
+    report = json.loads(text)
+    assert (status, report["verdict"], report["status"], report["findings"]) == (0, "patched", 0, [])
+    assert report["version"] == "0.27.1+ndt.1"
+    assert report["patches"] == ["change-line-ten"]
+
+
+def edit(path: Path) -> None:
+    """Change one byte, size kept; the file may be a link into an installer's cache, which stays as it is."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.unlink()
+    path.write_bytes(data)
+
+
+class TestWheelFile:
+    """`build.py verify FILE`: 0 patched, 6 different, 3 no wheel."""
+
+    def check(self, toy: Toy, path: Path, *arguments: str) -> tuple[int, str]:
+        done = toy.run("verify", str(path), *arguments)
+        assert "Traceback" not in done.stderr
+        return done.returncode, done.stdout + done.stderr
+
+    def test_built_wheel_is_patched(self, built: Toy) -> None:
+        status, text = self.check(built, built.dist / BUILT)
+        assert (status, text.split(":")[0]) == (0, "patched")
+
+    def test_stock_wheel_is_rolled_back(self, built: Toy) -> None:
+        status, text = self.check(built, built.index / WHEEL)
+        assert (status, text.split(":")[0]) == (6, "rolled back")
+
+    def test_rewritten_wheel_is_edited(self, built: Toy, tmp_path: Path) -> None:
+        import zipfile
+
+        with zipfile.ZipFile(built.dist / BUILT) as archive:
+            files = {name: archive.read(name) for name in archive.namelist() if not name.endswith("/RECORD")}
+        path = write_wheel(tmp_path / BUILT, files | {"vllm/cli.py": b"evil"})
+        status, text = self.check(built, path)
+        assert (status, text.split(":")[0]) == (6, "edited")
+        assert "vllm/cli.py: not the build's" in text
+        assert "another build" in text
+
+    def test_other_digest_is_edited(self, built: Toy) -> None:
+        status, text = self.check(built, built.dist / BUILT, "--expect", "0" * 64)
+        assert status == 6
+        assert "0" * 64 in text
+
+    def test_no_wheel_is_one_line(self, built: Toy, tmp_path: Path) -> None:
+        (tmp_path / "x.whl").write_bytes(b"no zip")
+        for path in (tmp_path / "x.whl", tmp_path / "nothing.whl", tmp_path):
+            status, text = self.check(built, path)
+            assert status == 3
+            assert text.startswith("error: ")
+            assert len(text.splitlines()) == 1
+
+
+def test_toy_has_what_the_cases_need() -> None:
+    assert COMMAS in FILES
+    assert len(LINES) == 30
+    assert (ROOT / "overlay" / "vllm_ndt" / "verify.py").is_file()
