@@ -38,14 +38,6 @@ def built(tmp_path_factory: pytest.TempPathFactory, tools: Path) -> Toy:
     return toy
 
 
-@pytest.fixture(scope="session")
-def uv() -> str:
-    """The pinned uv."""
-    path = os.environ.get("UV", "")
-    assert path, "run the tests through build.py test"
-    return path
-
-
 def other_pythons() -> list[str]:
     """Other supported Pythons of this machine."""
     found = {}

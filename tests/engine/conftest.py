@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures for tests with a real engine: the environments with the stock control and the patched wheel."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "patches"))  # tiny_models
+
+
+@pytest.fixture(scope="session")
+def stock() -> Path:
+    """The Python of the environment with the stock control."""
+    return _python("STOCK_PYTHON")
+
+
+@pytest.fixture(scope="session")
+def patched() -> Path:
+    """The Python of the environment with the patched wheel."""
+    return _python("PATCHED_PYTHON")
+
+
+@pytest.fixture(scope="session")
+def strace() -> str:
+    """The tracer that shows what a process does with the network."""
+    path = shutil.which("strace")
+    if not path:
+        assert not os.environ.get("CI"), "CI must have strace"
+        pytest.skip("strace is not installed")
+    return path
+
+
+@pytest.fixture(scope="session")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen2 without weights."""
+    from tiny_models import write_text_model
+
+    return write_text_model(tmp_path_factory.mktemp("model"))
+
+
+def environment(home: Path, **more: str) -> dict[str, str]:
+    """A plain environment with an empty home: nothing of the caller's but PATH, and no downloads."""
+    return {
+        "PATH": os.environ["PATH"],
+        "HOME": str(home),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "LC_ALL": "C.UTF-8",
+    } | more
+
+
+def _python(name: str) -> Path:
+    path = os.environ.get(name, "")
+    assert path, "run the tests through build.py test"
+    return Path(path)
