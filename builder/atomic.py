@@ -17,6 +17,7 @@ YOUNG = 60  # seconds in which a part file may be made but not locked yet
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A binary file that takes the place of `path` when the block ends without an error, and is gone otherwise.
 
+    A crash of the machine itself may still leave it short: what matters is checked by its sha256 when it is used.
     It lies beside `path` as `.NAME.*.part`, locked while it is written: what a killed process left there is
     unlocked, and a later writer of the same name removes it.
     """
@@ -25,12 +26,11 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
     part = Path(name)
     try:
-        with os.fdopen(descriptor, "w+b") as file:
+        with os.fdopen(descriptor, "wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield file
             file.flush()
             os.fchmod(file.fileno(), 0o666 & ~_umask())
-            os.fsync(file.fileno())
             part.replace(path)
     finally:
         part.unlink(missing_ok=True)

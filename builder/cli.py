@@ -14,6 +14,7 @@ from builder import bootstrap
 from builder.errors import BuildError, ImageProblem
 
 DIFFERENCE = 6
+COULD_NOT_CHECK = 3
 EPILOG = """\
 exit statuses:
   0 done                                4 a patch does not apply or lacks something
@@ -73,7 +74,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str], root: Path | None = None) -> int:
     """Run build.py; returns its exit status."""
-    options = parser().parse_args(arguments)
+    try:
+        options = parser().parse_args(arguments)
+    except SystemExit as stop:  # with --site, 2 says that the patches are gone
+        return COULD_NOT_CHECK if stop.code == 2 and {"verify", "--site"} <= set(arguments) else int(stop.code or 0)
     signal.signal(signal.SIGTERM, _terminated)  # so that temporary files go with us
     try:
         return _run(options, root or Path(__file__).resolve().parents[1])
@@ -91,6 +95,8 @@ def main(arguments: Sequence[str], root: Path | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, root: Path) -> int:
+    if options.command == "verify" and options.site:
+        return _verify_site(options, root)
     cache = (options.cache if "cache" in options else bootstrap.default_cache()).absolute()
     offline = "offline" in options
     tools = "dev" if options.command in ("test", "lock") else "tools"
@@ -130,18 +136,22 @@ def _test(options: argparse.Namespace, root: Path, cache: Path, packages: Path) 
     trees = None
     if not options.quick:
         trees = testing.make_trees(project, release, _machine(), cache, uv, offline="offline" in options)
-    return 1 if testing.run_pytest(project, packages, uv, trees, cache, options.pytest) else 0
+    return 0 if testing.run_pytest(project, packages, uv, trees, cache, options.pytest) else 1
+
+
+def _verify_site(options: argparse.Namespace, root: Path) -> int:
+    """Needs no environment of our own: its failures must not look like a verdict."""
+    sys.path.insert(0, str(root / "overlay"))
+    from vllm_ndt import verify
+
+    report = verify.check_site(verify.find_site(options.site), deep=options.deep, expect=options.expect)
+    return _print(options, report.as_dict(), report.lines()) or report.status
 
 
 def _verify(options: argparse.Namespace, root: Path, _: Path, __: Path) -> int:
     sys.path.insert(0, str(root / "overlay"))
-    from vllm_ndt import verify
-
     from builder import verifywheel
 
-    if options.site:
-        report = verify.check_site(verify.find_site(options.site), deep=options.deep, expect=options.expect)
-        return _print(options, report.as_dict(), report.lines()) or report.status
     report = verifywheel.check_wheel(options.wheel, _releases(root), options.expect)
     return _print(options, report.as_dict(), report.lines()) or (
         DIFFERENCE if report.status in (1, 2) else report.status

@@ -5,7 +5,6 @@ Wheels come through pip, so that the user's mirrors, proxies and certificates ho
 configured index too, but pip would build it to read its metadata, so it is looked up and fetched without pip.
 """
 
-import hashlib
 import shutil
 import subprocess
 import sys
@@ -17,16 +16,8 @@ from packaging.utils import parse_wheel_filename
 from builder.atomic import locked, replacing
 from builder.bootstrap import last_line, pip_environment
 from builder.errors import InputProblem
+from builder.hashing import sha256_of
 from builder.lockfile import Artefact
-
-
-def sha256_of(path: Path) -> str:
-    """The sha256 (hex) of a file, read in pieces."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def fetch(artefact: Artefact, version: str, cache: Path, *, offline: bool) -> Path:

@@ -6,7 +6,7 @@ import stat
 from pathlib import Path
 
 from builder.errors import PatchProblem
-from builder.wheelfile import folders_of, is_safe
+from builder.wheelfile import is_safe
 
 
 def read_overlay(folder: Path) -> dict[str, bytes]:
@@ -32,7 +32,7 @@ def check_paths(overlay: dict[str, bytes], upstream: set[str]) -> None:
     """Raise PatchProblem if an overlay file lies on, in or around a path that upstream has."""
     tops = {name.partition("/")[0] for name in upstream}
     for path in overlay:
-        if path.partition("/")[0] in tops or path in folders_of(upstream):
+        if path.partition("/")[0] in tops:
             raise PatchProblem(
                 f"overlay/{path}",
                 expected="a path beside upstream's packages",

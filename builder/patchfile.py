@@ -5,6 +5,7 @@ git is not asked: what `git apply` does depends on the user's configuration, the
 around, it moves hunks without a word, and below another repository it leaves files out with exit status 0.
 """
 
+import io
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -261,7 +262,7 @@ def _checked_path(name: str, raw: bytes) -> str:
 
 def _lines(data: bytes) -> list[bytes]:
     """Lines with their ends; unlike with splitlines, a lone CR ends no line."""
-    return [line for line in re.split(rb"(?<=\n)", data) if line]
+    return io.BytesIO(data).readlines()
 
 
 def _quote(line: bytes) -> str:

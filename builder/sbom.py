@@ -5,8 +5,6 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from packaging.requirements import Requirement
-
 PROPERTY = "vllm-ndt"
 
 
@@ -29,17 +27,16 @@ def bill_of_materials(
         },
         "components": [_pinned(pin) for pin in pins],
     }
-    return (json.dumps(document, indent=1) + "\n").encode()
+    return (json.dumps(document, separators=(",\n", ": ")) + "\n").encode()
 
 
 def _pinned(pin: str) -> dict[str, Any]:
-    requirement = Requirement(pin)
-    version = str(requirement.specifier).removeprefix("==")
-    if requirement.marker is None:
-        return _component(requirement.name, version)
-    return _component(
-        requirement.name, version, properties=[{"name": f"{PROPERTY}:marker", "value": str(requirement.marker)}]
-    )
+    """The component of a line that `closure.read_pins` gave."""
+    requirement, _, marker = pin.partition(";")
+    name, _, version = requirement.strip().partition("==")
+    if not marker:
+        return _component(name, version)
+    return _component(name, version, properties=[{"name": f"{PROPERTY}:marker", "value": marker.strip()}])
 
 
 def _component(name: str, version: str, **more: Any) -> dict[str, Any]:

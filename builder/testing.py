@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from builder.atomic import locked
-from builder.fetch import sha256_of
+from builder.hashing import sha256_of
 from builder.lockfile import Release
 from builder.pipeline import Project, build, build_stock
 from builder.uv import run_uv
@@ -36,8 +36,11 @@ def make_trees(project: Project, release: Release, arch: str, cache: Path, uv: P
     return Trees(*(_install(wheel.path, wheel.sha256, closure, cache, uv) for wheel in (stock, patched)))
 
 
-def run_pytest(project: Project, dev: Path, uv: Path, trees: Trees | None, cache: Path, arguments: list[str]) -> int:
-    """Run the tests: all of them, or those below tests/builder if there are no trees; returns pytest's exit status."""
+def run_pytest(project: Project, dev: Path, uv: Path, trees: Trees | None, cache: Path, arguments: list[str]) -> bool:
+    """Run the tests that need no engine, side by side, and then, if there are trees, the others; or what is asked for.
+
+    Returns whether all passed.
+    """
     path = os.pathsep.join(str(folder) for folder in (dev, project.root, project.overlay))
     environment = os.environ | {
         "PYTHONPATH": path,
@@ -45,12 +48,15 @@ def run_pytest(project: Project, dev: Path, uv: Path, trees: Trees | None, cache
         "BUILD_CACHE": str(cache),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    command = [sys.executable, "-m", "pytest", *arguments]
+    runs = [arguments] if arguments else [["--numprocesses=auto", "tests/builder"]]
     if trees:
         environment |= {"STOCK_PYTHON": str(trees.stock), "PATCHED_PYTHON": str(trees.patched)}
-    elif not arguments:
-        command += ["tests/builder"]
-    return subprocess.run(command, cwd=project.root, env=environment, check=False).returncode
+        runs += [] if arguments else [["tests", "--ignore=tests/builder"]]
+    commands = [[sys.executable, "-m", "pytest", *run] for run in runs]
+    statuses = [
+        subprocess.run(command, cwd=project.root, env=environment, check=False).returncode for command in commands
+    ]
+    return not any(statuses)
 
 
 def _closure_site(project: Project, release: Release, cache: Path, uv: Path) -> Path:

@@ -9,9 +9,9 @@ from vllm_ndt.manifest import Manifest, ManifestError
 from vllm_ndt.verify import EDITED, INCOMPLETE, PATCHED, ROLLED_BACK, Report
 
 from builder.errors import InputProblem
-from builder.fetch import sha256_of
+from builder.hashing import sha256_of
 from builder.lockfile import Release
-from builder.wheel import UpstreamWheel
+from builder.wheel import UpstreamWheel, recorded_hash
 
 
 def check_wheel(path: Path, releases: dict[str, Release], expect: str | None) -> Report:
@@ -48,6 +48,6 @@ def _compare(wheel: UpstreamWheel, found: Manifest) -> tuple[list[str], list[str
     for name in wheel.members.keys() - {f"{wheel.dist_info}/RECORD"}:
         data = wheel.read(name) or b""
         actual = (hashlib.sha256(data).hexdigest(), len(data))
-        if actual != found.files.get(name, actual) or actual != wheel.recorded[name]:
+        if found.files.get(name, actual) != actual or wheel.recorded[name] != (recorded_hash(data), len(data)):
             edited.append(f"{name}: not the build's")
     return sorted(edited), missing

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the patched wheel in one pass: unchanged members raw, the others stored, RECORD and manifest anew."""
 
-import base64
 import csv
 import hashlib
 import io
 import json
+import re
 import stat
 import time
+from base64 import urlsafe_b64encode
+from binascii import a2b_base64
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,16 +30,9 @@ MANIFEST = "vllm_ndt/manifest.json"
 CHANGES = "CHANGES.vllm-ndt.txt"
 VERSION_MODULE = "vllm/_version.py"
 NEW_MODE = stat.S_IFREG | 0o644
+_FROM_URL_SAFE = str.maketrans("-_", "+/")
+_RECORDED = re.compile(r"sha256=[A-Za-z0-9_-]{43}")
 _GENERATED = ("METADATA", "WHEEL", "entry_points.txt", "RECORD", "RECORD.jws", "RECORD.p7s")
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The upstream wheel that is rewritten: its path, sha256 (hex) and the commit that it was made from."""
-
-    path: Path
-    sha256: str
-    commit: str
 
 
 @dataclass(frozen=True)
@@ -51,13 +46,15 @@ class Content:
 
 @dataclass(frozen=True)
 class Build:
-    """What the wheel is: release, label (without the +), flavor, arch, and the time of its new members (Unix)."""
+    """What the wheel is: release, label (without the +), flavor, arch, time of its new members (Unix), and origin."""
 
     release: str
     label: str
     flavor: str
     arch: str
     epoch: int
+    commit: str
+    upstream_sha256: str
 
     @property
     def version(self) -> str:
@@ -80,28 +77,37 @@ class Written:
 
 @dataclass
 class _Rows:
-    """RECORD rows and manifest lines, collected member by member: path to (sha256 as hex, size in bytes)."""
+    """RECORD rows and manifest lines, collected by member: path to (sha256 as RECORD writes it, size in bytes)."""
 
     files: dict[str, tuple[str, int]] = field(default_factory=dict)
 
     def add(self, name: str, data: bytes) -> None:
-        self.files[name] = (hashlib.sha256(data).hexdigest(), len(data))
+        self.files[name] = (recorded_hash(data), len(data))
 
     def record(self, record_name: str) -> bytes:
-        text = io.StringIO()
-        rows = csv.writer(text, lineterminator="\n")
-        for name, (digest, size) in self.files.items():
-            hashed = base64.urlsafe_b64encode(bytes.fromhex(digest)).rstrip(b"=").decode()
-            rows.writerow((name, f"sha256={hashed}", size))
-        rows.writerow((record_name, "", ""))
-        return text.getvalue().encode()
+        lines = [f"{_quoted(name)},{digest},{size}\n" for name, (digest, size) in self.files.items()]
+        return "".join([*lines, f"{record_name},,\n"]).encode()
+
+
+def _quoted(name: str) -> str:
+    """A name as a CSV field."""
+    return '"' + name.replace('"', '""') + '"' if "," in name or '"' in name else name
+
+
+def recorded_hash(data: bytes) -> str:
+    """The sha256 of bytes as RECORD writes it."""
+    return "sha256=" + urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
 
 
 class UpstreamWheel:
-    """An open upstream wheel: its members by name, its dist-info folder, and what its RECORD says."""
+    """An open upstream wheel: its members by name, its dist-info folder, and what its RECORD says.
+
+    Raises InputProblem if it is not in the plain form, or if RECORD does not list its members.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
+        self.name = Path(file.name).name
         self.members = {member.name: member for member in wheelfile.read_members(file)}
         records = [name for name in self.members if name.endswith(".dist-info/RECORD") and name.count("/") == 1]
         if len(records) != 1:
@@ -130,49 +136,45 @@ class UpstreamWheel:
         recorded = {}
         for name, (_, digest, size) in rows.items():
             if name not in unsigned:
-                algorithm, _, value = digest.partition("=")
-                if algorithm != "sha256" or size != str(self.members[name].size):
-                    raise self._problem(
-                        f"RECORD with sha256 and the size {self.members[name].size} for {name!r}", f"{digest}, {size}"
-                    )
-                recorded[name] = (base64.urlsafe_b64decode(value + "=").hex(), int(size))
+                if not _RECORDED.fullmatch(digest) or size != str(self.members[name].size):
+                    expected = f"RECORD with sha256 and the size {self.members[name].size} for {name!r}"
+                    raise self._problem(expected, f"{digest}, {size}")
+                recorded[name] = (digest, int(size))
         return recorded
 
     def _problem(self, expected: str, found: str) -> InputProblem:
-        return InputProblem(Path(self.file.name).name, expected=expected, found=found, do="do not use this file")
+        return InputProblem(self.name, expected=expected, found=found, do="do not use this file")
 
 
-def write(origin: Origin, build: Build, content: Content | None, folder: Path, *, expected: str = "") -> Written:
+def write(
+    upstream: UpstreamWheel, build: Build, content: Content | None, folder: Path, *, expected: str = ""
+) -> Written:
     """Write the wheel into `folder`; with no content it is the stock control: upstream's files, another version.
 
     The same inputs give the same bytes on every machine. Raises InputProblem if upstream's wheel is not as expected,
     or if the result's sha256 is not `expected` (unless empty); then no wheel appears.
     """
-    path = folder / build.file_name(origin.path.name)
-    with origin.path.open("rb") as source, replacing(path) as target:
-        upstream = UpstreamWheel(source)
-        manifest = _write_members(upstream, origin, build, content, wheelfile.Writer(target))
-        target.seek(0)
-        digest = hashlib.sha256()
-        while piece := target.read(1 << 20):
-            digest.update(piece)
-        if expected and digest.hexdigest() != expected:
+    path = folder / build.file_name(upstream.name)
+    with replacing(path) as target:
+        digest, manifest = _write_members(upstream, build, content, wheelfile.Writer(target))
+        if expected and digest != expected:
             raise InputProblem(
                 path.name,
                 expected=f"sha256 {expected}: VERSIONS.lock already has this label",
-                found=digest.hexdigest(),
+                found=digest,
                 do="two wheels must not share a label; after a change on purpose run `build.py lock --label NEW`",
             )
-    return Written(path, digest.hexdigest(), manifest)
+    return Written(path, digest, manifest)
 
 
 def _write_members(
-    upstream: UpstreamWheel, origin: Origin, build: Build, content: Content | None, writer: wheelfile.Writer
-) -> str:
+    upstream: UpstreamWheel, build: Build, content: Content | None, writer: wheelfile.Writer
+) -> tuple[str, str]:
+    """Write all members; returns the sha256 (hex) of the wheel and of its manifest."""
     dist_info = f"vllm-{build.version}.dist-info"
     changes: ChangeSet = content.changes if content else {}
     new = {path: change.after for path, change in changes.items()}
-    new |= _generated(upstream, dist_info, build, origin, content)
+    new |= _generated(upstream, dist_info, build, content)
     dropped = {f"{upstream.dist_info}/{name}" for name in _GENERATED} | new.keys()
     rows = _Rows()
 
@@ -197,19 +199,16 @@ def _write_members(
         add(name, data, upstream.dist_info + name.removeprefix(dist_info) if name.startswith(f"{dist_info}/") else name)
     digest = ""
     if content:
-        manifest = _manifest(origin, build, content, rows)
+        manifest = _manifest(upstream, build, content, rows)
         digest = hashlib.sha256(manifest).hexdigest()
         rows.add(MANIFEST, manifest)
         add(MANIFEST, manifest, MANIFEST)
     add(f"{dist_info}/RECORD", rows.record(f"{dist_info}/RECORD"), f"{upstream.dist_info}/RECORD")
-    writer.finish()
-    return digest
+    return writer.finish(), digest
 
 
-def _generated(
-    upstream: UpstreamWheel, dist_info: str, build: Build, origin: Origin, content: Content | None
-) -> dict[str, bytes]:
-    tags = {str(tag) for tag in parse_wheel_filename(origin.path.name)[3]}
+def _generated(upstream: UpstreamWheel, dist_info: str, build: Build, content: Content | None) -> dict[str, bytes]:
+    tags = {str(tag) for tag in parse_wheel_filename(upstream.name)[3]}
     old = upstream.dist_info
     edited = metadata.edit_metadata(
         upstream.text(f"{old}/METADATA"),
@@ -232,7 +231,7 @@ def _generated(
         result[f"{dist_info}/sboms/vllm-ndt.cdx.json"] = bill_of_materials(
             version=build.version,
             upstream=build.release,
-            upstream_sha256=origin.sha256,
+            upstream_sha256=build.upstream_sha256,
             patches=[(patch.name, digest) for patch, digest in content.patches],
             pins=content.pins,
         )
@@ -253,7 +252,7 @@ def _change_notice(build: Build, content: Content) -> str:
     return "\n".join([*lines, "", "These files are new, under the same licence:", "", *new, MANIFEST]) + "\n"
 
 
-def _manifest(origin: Origin, build: Build, content: Content, rows: _Rows) -> bytes:
+def _manifest(upstream: UpstreamWheel, build: Build, content: Content, rows: _Rows) -> bytes:
     document = {
         "format": 1,
         "name": "vllm",
@@ -262,9 +261,9 @@ def _manifest(origin: Origin, build: Build, content: Content, rows: _Rows) -> by
         "arch": build.arch,
         "upstream": {
             "version": build.release,
-            "commit": origin.commit,
-            "wheel": origin.path.name,
-            "sha256": origin.sha256,
+            "commit": build.commit,
+            "wheel": upstream.name,
+            "sha256": build.upstream_sha256,
         },
         "patches": [
             {
@@ -276,9 +275,14 @@ def _manifest(origin: Origin, build: Build, content: Content, rows: _Rows) -> by
             for patch, digest in content.patches
         ],
         "changed": sorted([*content.changes, VERSION_MODULE]),
-        "files": {name: f"{digest} {size}" for name, (digest, size) in sorted(rows.files.items())},
+        "files": {name: f"{_hex(digest)} {size}" for name, (digest, size) in sorted(rows.files.items())},
     }
-    return (json.dumps(document, indent=1) + "\n").encode()
+    # A line for each file; the encoder that indents is slow.
+    return (json.dumps(document, separators=(",\n", ": ")) + "\n").encode()
+
+
+def _hex(recorded: str) -> str:
+    return a2b_base64(recorded[len("sha256=") :].translate(_FROM_URL_SAFE) + "=").hex()
 
 
 def _runs(members: Iterable[Member]) -> list[list[Member]]:

@@ -6,28 +6,30 @@ comments, encryption, links, gaps between members or second entries for a name, 
 central ones. What is not plain is refused, since two readers could see two different wheels in it.
 """
 
+import hashlib
 import os
+import re
 import stat
 import struct
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from builder.errors import InputProblem
+from builder.hashing import PIECE
 
 STORED, DEFLATED = 0, 8
 UTF8 = 0x800
 UNIX = 3
-_LOCAL = struct.Struct("<4s5H3L2H")
+_LOCAL_SIZE = 30
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
 _END = struct.Struct("<4s4H2LH")
 _LIMIT = 0xFFFFFFFF
+_UNSAFE = re.compile(r"(?:^|/)\.{0,2}(?:/|$)|\\|^[^/]*:")  # empty, . and .. as a part; what Windows takes for a root
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One member: sizes in bytes, `mode` as st_mode, `when` as DOS (time, date), `offset` of its local header."""
+class Member(NamedTuple):
+    """One member: its name, sizes in bytes, `mode` as st_mode, and its entry in the central directory as it is."""
 
     name: str
     method: int
@@ -35,18 +37,13 @@ class Member:
     packed: int
     size: int
     mode: int
-    when: tuple[int, int]
-    offset: int = 0
-
-    @property
-    def flags(self) -> int:
-        """UTF-8 where the name needs it."""
-        return 0 if self.name.isascii() else UTF8
+    offset: int
+    entry: bytes
 
     @property
     def data_offset(self) -> int:
         """Where the (packed) bytes begin."""
-        return self.offset + _LOCAL.size + len(self.name.encode())
+        return self.offset + _LOCAL_SIZE - _CENTRAL.size + len(self.entry)
 
     @property
     def end(self) -> int:
@@ -54,16 +51,20 @@ class Member:
         return self.data_offset + self.packed
 
     def local_header(self) -> bytes:
-        """The header in front of the member's bytes."""
-        name = self.name.encode()
-        fields = (20, self.flags, self.method, *self.when, self.crc, self.packed, self.size, len(name), 0)
-        return _LOCAL.pack(b"PK\3\4", *fields) + name
+        """The header in front of the member's bytes: the same fields as the entry's, in a part of it."""
+        return b"PK\3\4" + self.entry[6:32] + self.entry[_CENTRAL.size :]
 
-    def central_header(self) -> bytes:
-        """The member's entry in the central directory."""
-        name = self.name.encode()
-        fields = (UNIX << 8 | 20, 20, self.flags, self.method, *self.when, self.crc, self.packed, self.size)
-        return _CENTRAL.pack(b"PK\1\2", *fields, len(name), 0, 0, 0, 0, self.mode << 16, self.offset) + name
+    def entry_at(self, offset: int) -> bytes:
+        """The member's entry in an archive where it begins at `offset`."""
+        return self.entry[:42] + offset.to_bytes(4, "little") + self.entry[_CENTRAL.size :]
+
+
+def new_member(name: str, method: int, crc: int, packed: int, size: int, mode: int, when: tuple[int, int]) -> Member:
+    """A member with the entry that belongs to these values; `when` is the DOS (time, date)."""
+    raw = name.encode()
+    flags = 0 if name.isascii() else UTF8
+    fields = (UNIX << 8 | 20, 20, flags, method, *when, crc, packed, size, len(raw), 0, 0, 0, 0, mode << 16, 0)
+    return Member(name, method, crc, packed, size, mode, 0, _CENTRAL.pack(b"PK\1\2", *fields) + raw)
 
 
 def read_members(file: BinaryIO) -> tuple[Member, ...]:
@@ -123,72 +124,68 @@ def read_member(file: BinaryIO, member: Member) -> bytes:
 
 def stored(name: str, data: bytes, mode: int, when: tuple[int, int]) -> Member:
     """A new member that is written uncompressed: zlib builds deflate differently, so only this is reproducible."""
-    return Member(name, STORED, zlib.crc32(data), len(data), len(data), mode, when)
+    return new_member(name, STORED, zlib.crc32(data), len(data), len(data), mode, when)
 
 
 class Writer:
-    """Writes members one after the other into `target`, and the central directory at the end."""
+    """Writes members one after the other into `target`, the central directory at the end, and hashes what it writes.
+
+    Copying in pieces that are hashed at once takes less time than copying inside the kernel and reading it all again.
+    """
 
     def __init__(self, target: BinaryIO) -> None:
         self._target = target
         self._position = 0
-        self._members: list[Member] = []
+        self._directory: list[bytes] = []
+        self._digest = hashlib.sha256()
+        self._buffer = memoryview(bytearray(PIECE))
 
     def copy(self, source: BinaryIO, members: list[Member]) -> None:
         """Copy a run of members that lie side by side in `source`, headers and packed bytes as they are."""
         shift = self._position - members[0].offset
-        length = members[-1].end - members[0].offset
-        _copy_range(source, self._target, members[0].offset, length)
-        self._members += [replace(member, offset=member.offset + shift) for member in members]
-        self._position += length
+        self._directory += [member.entry_at(member.offset + shift) for member in members]
+        self._copy(source, members[0].offset, members[-1].end)
 
     def copy_renamed(self, source: BinaryIO, member: Member, name: str) -> None:
         """Copy one member's packed bytes below a new header with another name."""
-        renamed = replace(member, name=name, offset=self._position)
+        when = _CENTRAL.unpack_from(member.entry)[5:7]
+        renamed = new_member(name, member.method, member.crc, member.packed, member.size, member.mode, when)
+        self._directory.append(renamed.entry_at(self._position))
         self._write(renamed.local_header())
-        _copy_range(source, self._target, member.data_offset, member.packed)
-        self._position += member.packed
-        self._members.append(renamed)
+        self._copy(source, member.data_offset, member.end)
 
     def add(self, member: Member, data: bytes) -> None:
         """Write a new stored member."""
-        member = replace(member, offset=self._position)
+        self._directory.append(member.entry_at(self._position))
         self._write(member.local_header())
         self._write(data)
-        self._members.append(member)
 
-    def finish(self) -> None:
-        """Write the central directory; raises InputProblem where the plain zip form has no room."""
-        directory = b"".join(member.central_header() for member in self._members)
-        count = len(self._members)
+    def finish(self) -> str:
+        """Write the central directory; returns the archive's sha256 (hex).
+
+        Raises InputProblem where the plain zip form has no room.
+        """
+        directory = b"".join(self._directory)
+        count = len(self._directory)
         if count >= 0xFFFF or self._position + len(directory) >= _LIMIT:
             raise InputProblem(
                 "the wheel", expected="less than 4 GiB and 65,535 members", found="more", do="zip64 is not written"
             )
         self._write(directory + _END.pack(b"PK\5\6", 0, 0, count, count, len(directory), self._position, 0))
-        self._target.flush()
+        return self._digest.hexdigest()
 
-    def _write(self, data: bytes) -> None:
+    def _copy(self, source: BinaryIO, start: int, end: int) -> None:
+        while start < end:
+            size = os.preadv(source.fileno(), [self._buffer[: end - start]], start)
+            if size == 0:
+                raise _problem(source, f"{end - start} more bytes at {start}", "the end of the file")
+            self._write(self._buffer[:size])
+            start += size
+
+    def _write(self, data: bytes | memoryview) -> None:
         self._target.write(data)
+        self._digest.update(data)
         self._position += len(data)
-
-
-def _copy_range(source: BinaryIO, target: BinaryIO, offset: int, length: int) -> None:
-    """Append bytes of one file to another inside the kernel, or by reading where the kernel cannot."""
-    target.flush()
-    while length > 0:
-        try:
-            done = os.copy_file_range(source.fileno(), target.fileno(), length, offset)
-        except (
-            AttributeError,
-            OSError,
-        ):  # another file system, an old kernel, not Linux: a real error comes again below
-            done = os.write(target.fileno(), os.pread(source.fileno(), min(length, 1 << 20), offset))
-        if done == 0:
-            raise _problem(source, f"{length} more bytes at {offset}", "the end of the file")
-        offset += done
-        length -= done
-    target.seek(0, os.SEEK_END)
 
 
 def _read_central(file: BinaryIO, data: bytes, total: int) -> Iterator[Member]:
@@ -196,70 +193,46 @@ def _read_central(file: BinaryIO, data: bytes, total: int) -> Iterator[Member]:
     for _ in range(total):
         if position + _CENTRAL.size > len(data):
             raise _problem(file, f"{total} entries in the central directory", "fewer")
-        entry = _CENTRAL.unpack_from(data, position)
-        (
-            signature,
-            made_by,
-            needed,
-            flags,
-            method,
-            time,
-            date,
-            crc,
-            packed,
-            size,
-            name_length,
-            extra,
-            comment,
-            disk,
-            _,
-            attributes,
-            offset,
-        ) = entry
-        position += _CENTRAL.size
-        raw = data[position : position + name_length]
-        position += name_length
+        fields = _CENTRAL.unpack_from(data, position)
+        signature, made_by, needed, flags, method, _, _, crc, packed, size, length, *rest, attributes, offset = fields
+        entry = data[position : position + _CENTRAL.size + length]
+        position += len(entry)
         try:
-            name = raw.decode("utf-8")
+            name = entry[_CENTRAL.size :].decode("utf-8")
         except UnicodeDecodeError:
-            raise _problem(file, "names in UTF-8", repr(raw)) from None
-        if (
-            signature != b"PK\1\2"
-            or (extra, comment, disk) != (0, 0, 0)
-            or needed > 20
-            or _LIMIT in (packed, size, offset)
-        ):
+            raise _problem(file, "names in UTF-8", repr(entry[_CENTRAL.size :])) from None
+        # rest: lengths of extra field and comment, disk, internal attributes
+        if signature != b"PK\1\2" or any(rest) or needed != 20 or _LIMIT in (packed, size, offset):
             raise _problem(file, f"a plain entry for {name!r}", "zip64, an extra field, a comment or another disk")
-        mode = attributes >> 16
-        member = Member(name, method, crc, packed, size, mode, (time, date), offset)
-        if flags != member.flags or method not in (STORED, DEFLATED) or (method == STORED and packed != size):
+        if flags != (0 if name.isascii() else UTF8) or method not in (STORED, DEFLATED) or length != len(entry) - 46:
             raise _problem(
-                file, f"{name!r} stored or deflated, with sizes in its header", f"flags {flags:#x}, method {method}"
+                file, f"{name!r} stored or deflated, sizes in its header", f"flags {flags:#x}, method {method}"
             )
-        if made_by >> 8 != UNIX or not stat.S_ISREG(mode):
+        mode = attributes >> 16
+        if made_by != UNIX << 8 | 20 or not stat.S_ISREG(mode) or attributes & 0xFFFF:
             raise _problem(file, f"{name!r} to be a regular file made on Unix", f"system {made_by >> 8}, mode {mode:o}")
-        if not is_safe(name):
-            raise _problem(file, "relative names inside the wheel", repr(name))
-        yield member
+        if not is_safe(name) or (method == STORED and packed != size):
+            raise _problem(file, "relative names inside the wheel, and stored sizes that agree", repr(name))
+        yield Member(name, method, crc, packed, size, mode, offset, entry)
     if position != len(data):
         raise _problem(file, f"{total} entries in the central directory", "more bytes")
 
 
 def folders_of(names: Iterable[str]) -> set[str]:
     """Every folder that the names lie in."""
-    folders: set[str] = set()
-    for name in names:
-        folder = name.rpartition("/")[0]
-        while folder and folder not in folders:
+    folders = {name.rpartition("/")[0] for name in names}
+    for folder in tuple(folders):
+        while folder := folder.rpartition("/")[0]:
             folders.add(folder)
-            folder = folder.rpartition("/")[0]
-    return folders
+    return folders - {""}
 
 
 def is_safe(name: str) -> bool:
     """Whether a member's name stays inside the folder that it is unpacked to."""
-    parts = name.split("/")
-    return not ({"", ".", ".."} & set(parts)) and "\\" not in name and ":" not in parts[0] and name.isprintable()
+    suspicious = (
+        name[:1] in ("", "/", ".") or name.endswith("/") or "//" in name or "/." in name or "\\" in name or ":" in name
+    )
+    return name.isprintable() and not (suspicious and _UNSAFE.search(name))
 
 
 def _problem(file: BinaryIO, expected: str, found: str) -> InputProblem:

@@ -89,12 +89,8 @@ def check_site(site: Path, *, deep: bool = False, expect: str | None = None) -> 
     `expect` is the manifest digest (sha256, with or without that word in front) that it must have.
     """
     where = str(site)
-    if expect is not None and not _DIGEST.fullmatch(expect):
-        return Report(
-            where,
-            UNKNOWN,
-            findings=[f"expected a digest of 64 hexadecimal digits, found {expect!r}; copy it from the build"],
-        )
+    if expect is not None and not is_digest(expect):
+        return Report(where, UNKNOWN, findings=[f"expected {DIGEST}, found {expect!r}; copy it from the build"])
     try:
         installed = _installed(site)
         if not (site / "vllm").is_dir() and not installed:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from builder.fetch import sha256_of
+from builder.hashing import sha256_of
 from tests.builder.toy import BUILT, FILES, PATCH, WHEEL, Toy, write_wheel
 
 Prepare = Callable[[Toy], dict[str, str] | None]

@@ -440,3 +440,18 @@ def test_toy_has_what_the_cases_need() -> None:
     assert COMMAS in FILES
     assert len(LINES) == 30
     assert (ROOT / "overlay" / "vllm_ndt" / "verify.py").is_file()
+
+
+@pytest.mark.parametrize("arguments", [["--expect", "abc"], ["--nonsense"], ["--expect"], ["--deep", "--site"]])
+def test_wrong_use_from_outside_could_not_check(site: Site, arguments: list[str]) -> None:
+    status, text = site.outside(*arguments)
+    assert status == 3
+    assert "Traceback" not in text
+
+
+def test_outside_needs_no_cache(site: Site, tmp_path: Path) -> None:
+    """A cache that cannot be made must not look like a verdict."""
+    (tmp_path / "file").write_text("")
+    command = [sys.executable, str(ROOT / "build.py"), "verify", "--site", str(site.folder)]
+    done = subprocess.run([*command, "--cache", str(tmp_path / "file")], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split(":")[0]) == (0, "patched")

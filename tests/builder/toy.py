@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from builder import lockfile, wheel
-from builder.fetch import sha256_of
+from builder.hashing import sha256_of
 from builder.lockfile import Artefact, Closure, PinnedPatch, PinnedWheel, Release
-from builder.pipeline import Project, read_inputs
-from builder.wheel import Build, Origin, UpstreamWheel
+from builder.pipeline import Project, describe, read_inputs
+from builder.wheel import UpstreamWheel
 
 ROOT = Path(__file__).resolve().parents[2]
 WHEEL = "vllm-0.27.1-cp38-abi3-manylinux_2_28_x86_64.whl"
@@ -181,10 +181,10 @@ class Toy:
             closure=(closure,),
         )
         with wheel_path.open("rb") as file:
-            changes = inputs.changes(UpstreamWheel(file))
-        build = Build("0.27.1", label, "cuda", "x86_64", release.source_date_epoch)
-        content = inputs.content(changes, ("packaging==26.3", "tomli==2.4.1 ; python_version < '3.11'"))
-        written = wheel.write(Origin(wheel_path, artefact.sha256, "abc"), build, content, self.cache / "pinned")
+            upstream = UpstreamWheel(file)
+            changes = inputs.changes(upstream)
+            content = inputs.content(changes, ("packaging==26.3", "tomli==2.4.1 ; python_version < '3.11'"))
+            written = wheel.write(upstream, describe(release, artefact), content, self.cache / "pinned")
         pinned = PinnedWheel(label, "cuda", "x86_64", written.path.name, written.sha256, f"sha256:{written.manifest}")
         changed = tuple(change.pin(path) for path, change in sorted(changes.items()))
         release = replace(release, changed=changed, wheel=(pinned,))

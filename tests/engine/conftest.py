@@ -3,12 +3,12 @@
 
 import os
 import shutil
-import sys
+import subprocess
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "patches"))  # tiny_models
+PATCH_TESTS = Path(__file__).resolve().parents[1] / "patches"
 
 
 @pytest.fixture(scope="session")
@@ -34,11 +34,13 @@ def strace() -> str:
 
 
 @pytest.fixture(scope="session")
-def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen2 without weights."""
-    from tiny_models import write_text_model
-
-    return write_text_model(tmp_path_factory.mktemp("model"))
+def text_model(stock: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen2 without weights, made in an environment that has upstream's tokenizers."""
+    folder = tmp_path_factory.mktemp("model")
+    code = "import pathlib, sys, tiny_models; tiny_models.write_text_model(pathlib.Path(sys.argv[1]))"
+    settings = environment(folder, PYTHONPATH=str(PATCH_TESTS))
+    subprocess.run([str(stock), "-c", code, str(folder)], check=True, env=settings)
+    return folder
 
 
 def environment(home: Path, **more: str) -> dict[str, str]:
