@@ -136,7 +136,7 @@ def _test(options: argparse.Namespace, root: Path, cache: Path, packages: Path) 
     trees = None
     if not options.quick:
         trees = testing.make_trees(project, release, _machine(), cache, uv, offline="offline" in options)
-    return 0 if testing.run_pytest(project, packages, uv, trees, cache, options.pytest) else 1
+    return 0 if testing.run_pytest(project, release, packages, uv, trees, cache, options.pytest) else 1
 
 
 def _verify_site(options: argparse.Namespace, root: Path) -> int:

@@ -36,27 +36,25 @@ def make_trees(project: Project, release: Release, arch: str, cache: Path, uv: P
     return Trees(*(_install(wheel.path, wheel.sha256, closure, cache, uv) for wheel in (stock, patched)))
 
 
-def run_pytest(project: Project, dev: Path, uv: Path, trees: Trees | None, cache: Path, arguments: list[str]) -> bool:
+def run_pytest(
+    project: Project, release: Release, dev: Path, uv: Path, trees: Trees | None, cache: Path, arguments: list[str]
+) -> bool:
     """Run the tests that need no engine, side by side, and then, if there are trees, the others; or what is asked for.
 
     Returns whether all passed.
     """
     path = os.pathsep.join(str(folder) for folder in (dev, project.root, project.overlay))
-    environment = os.environ | {
-        "PYTHONPATH": path,
-        "UV": str(uv),
-        "BUILD_CACHE": str(cache),
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    environment |= {"UV": str(uv), "BUILD_CACHE": str(cache), "RELEASE": release.version}
     runs = [arguments] if arguments else [["--numprocesses=auto", "tests/builder"]]
     if trees:
         environment |= {"STOCK_PYTHON": str(trees.stock), "PATCHED_PYTHON": str(trees.patched)}
         runs += [] if arguments else [["tests", "--ignore=tests/builder"]]
-    commands = [[sys.executable, "-m", "pytest", *run] for run in runs]
-    statuses = [
-        subprocess.run(command, cwd=project.root, env=environment, check=False).returncode for command in commands
-    ]
-    return not any(statuses)
+    passed = True
+    for run in runs:
+        command = [sys.executable, "-m", "pytest", *run]
+        passed &= subprocess.run(command, cwd=project.root, env=environment, check=False).returncode == 0
+    return passed
 
 
 def _closure_site(project: Project, release: Release, cache: Path, uv: Path) -> Path:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vllm_ndt import manifest
 from vllm_ndt.manifest import Manifest, ManifestError
-from vllm_ndt.verify import EDITED, INCOMPLETE, PATCHED, ROLLED_BACK, Report
+from vllm_ndt.verify import DIGEST, EDITED, INCOMPLETE, PATCHED, ROLLED_BACK, Report, is_digest, other_build
 
 from builder.errors import InputProblem
 from builder.hashing import sha256_of
@@ -19,6 +19,8 @@ def check_wheel(path: Path, releases: dict[str, Release], expect: str | None) ->
 
     Raises InputProblem if there is no such file, or it is no plain wheel.
     """
+    if expect is not None and not is_digest(expect):
+        raise InputProblem("--expect", expected=DIGEST, found=repr(expect), do="copy it from the build")
     if not path.is_file():
         raise InputProblem(str(path), expected="a wheel file", found="no such file", do="give the path of a .whl")
     with path.open("rb") as file:
@@ -35,8 +37,7 @@ def check_wheel(path: Path, releases: dict[str, Release], expect: str | None) ->
     digest = sha256_of(path)
     if pinned and digest != pinned:
         edited.append(f"another build of {found.version}: expected sha256 {pinned} (VERSIONS.lock), found {digest}")
-    if expect and expect.removeprefix("sha256:") != found.digest.removeprefix("sha256:"):
-        edited.append(f"another build: expected manifest sha256:{expect.removeprefix('sha256:')}, found {found.digest}")
+    edited += other_build(expect, found)
     return Report(str(path), EDITED if edited else INCOMPLETE if missing else PATCHED, found, edited + missing)
 
 

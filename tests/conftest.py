@@ -2,6 +2,7 @@
 """tests/patches runs inside the stock and the patched environment (see test_both_trees.py), never in this process."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -14,3 +15,11 @@ def uv() -> str:
     path = os.environ.get("UV", "")
     assert path, "run the tests through build.py test"
     return path
+
+
+@pytest.fixture(scope="session")
+def cache() -> Path:
+    """The cache of the build that runs the tests: real artefacts and tools."""
+    path = os.environ.get("BUILD_CACHE", "")
+    assert path, "run the tests through build.py test"
+    return Path(path)

@@ -21,7 +21,7 @@ from vllm_ndt.manifest import Manifest, ManifestError
 PATCHED, EDITED, INCOMPLETE, ROLLED_BACK, UNKNOWN = "patched", "edited", "incomplete", "rolled back", "could not check"
 STATUS = {PATCHED: 0, EDITED: 1, INCOMPLETE: 1, ROLLED_BACK: 2, UNKNOWN: 3}
 SHOWN = 20
-_DIGEST = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
+DIGEST = "a digest of 64 hexadecimal digits"
 _CODE = (".py", ".so", ".pyc", ".pyd")
 
 
@@ -114,6 +114,18 @@ def check_site(site: Path, *, deep: bool = False, expect: str | None = None) -> 
         )
 
 
+def is_digest(text: str) -> bool:
+    """Whether a text is a manifest's digest, with or without `sha256:` in front."""
+    return bool(re.fullmatch(r"(?:sha256:)?[0-9a-f]{64}", text))
+
+
+def other_build(expect: str | None, found: Manifest) -> list[str]:
+    """A finding if the manifest is not the one that was expected."""
+    if expect is None or found.digest.endswith(expect):
+        return []
+    return [f"another build: expected manifest sha256:{expect.removeprefix('sha256:')}, found {found.digest}"]
+
+
 def _compare(site: Path, found: Manifest, installed: list[str], deep: bool, expect: str | None) -> Report:
     edited = (
         [f"two installations of vllm: {', '.join(installed)}; reinstall into a clean environment"]
@@ -136,8 +148,7 @@ def _compare(site: Path, found: Manifest, installed: list[str], deep: bool, expe
         elif data is not None:
             edited += _bad_caches(site, path, name, data, deep or name in found.changed, listings)
     edited += _strangers(site, found)
-    if expect and expect.removeprefix("sha256:") != found.digest.removeprefix("sha256:"):
-        edited.append(f"another build: expected manifest sha256:{expect.removeprefix('sha256:')}, found {found.digest}")
+    edited += other_build(expect, found)
     verdict = EDITED if edited else INCOMPLETE if missing else PATCHED
     return Report(str(site), verdict, found, edited + missing)
 

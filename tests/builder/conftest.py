@@ -12,12 +12,6 @@ from tests.builder.toy import ROOT, Toy, make_toy
 
 
 @pytest.fixture(scope="session")
-def cache() -> Path:
-    """The cache of the build that runs the tests: real artefacts and tools."""
-    return Path(os.environ.get("BUILD_CACHE") or bootstrap.default_cache())
-
-
-@pytest.fixture(scope="session")
 def tools(cache: Path) -> Path:
     """The folder of build.py's own environments, with the one for this Python in it."""
     return bootstrap.ensure(ROOT / "locks" / "tools.txt", cache, offline=False).parent

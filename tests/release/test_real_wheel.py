@@ -17,7 +17,7 @@ from builder.hashing import sha256_of
 from tests.builder.toy import ROOT
 
 RELEASES = lockfile.read(ROOT / "VERSIONS.lock")
-RELEASE = list(RELEASES.values())[-1]
+RELEASE = RELEASES[os.environ["RELEASE"]]
 LABEL = f"{RELEASE.version}+{RELEASE.label}"
 
 
