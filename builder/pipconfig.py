@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads pip's configuration: where the user's packages come from."""
 
+import functools
 import re
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import sys
 from builder.bootstrap import pip_environment
 
 
+@functools.cache
 def index_settings() -> tuple[list[str], list[str]]:
     """Index addresses, the main one first, and find-links places, as pip's configuration and environment set them."""
     sections: dict[str, dict[str, str]] = {"global": {}, "download": {}, ":env:": {}}
