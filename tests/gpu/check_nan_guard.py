@@ -170,12 +170,9 @@ def check_replay(torch: Any, checks: Checks, watch: Any, clear: Any, seen: Any, 
 
     clear()
     forward()
-    # A capture allocates for its own ends (the random state's); what counts is what the kernel adds.
-    _, empty = capture(torch, slots.zero_)
-    slots.copy_(torch.arange(16))
-    slots[12:] = -1
+    capture(torch, forward)  # the first capture of a process allocates for PyTorch's own ends
     graph, grown = capture(torch, forward)
-    checks.that("capture allocates nothing of its own", grown == empty, (grown, empty))
+    checks.that("capture allocates nothing", grown == 0, grown)
 
     def replay() -> tuple[int, int]:
         graph.replay()
