@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def ensure(lock: Path, cache: Path, *, offline: bool) -> Path:
     Raises InputProblem if the packages are not there and cannot be fetched.
     """
     key = hashlib.sha256(lock.read_bytes()).hexdigest()[:16]
-    target = cache / "tools" / f"{lock.stem}-{sys.implementation.cache_tag}-{key}"
+    target = cache / "tools" / f"{lock.stem}-{python_key()}-{key}"
     if not target.is_dir():
         if offline:
             raise InputProblem(
@@ -46,14 +47,18 @@ def ensure(lock: Path, cache: Path, *, offline: bool) -> Path:
     return target
 
 
+def python_key() -> str:
+    """What binary packages depend on: the Python, and the machine, since homes are shared over the network."""
+    return f"{sys.implementation.cache_tag}-{sysconfig.get_platform()}"
+
+
 def pip_environment() -> dict[str, str]:
-    """The environment for pip: the user's configuration holds, but for what would stop --target or `download`."""
-    return os.environ | {
-        "PIP_USER": "0",
-        "PIP_REQUIRE_VIRTUALENV": "0",
-        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-        "PIP_NO_INPUT": "1",
-    }
+    """The environment for pip: the user's configuration of where packages come from holds, what would bend
+    `--target`, `download` or the pinned versions does not (docs/installing.md advises PIP_CONSTRAINT to everybody)."""
+    kept = {key: value for key, value in os.environ.items() if key not in ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT")}
+    kept |= {"PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0", "PIP_REQUIRE_HASHES": "0", "PIP_DRY_RUN": "0"}
+    # Empty, and not unset: so it also takes the place of a constraint in pip's configuration files.
+    return kept | {"PIP_CONSTRAINT": "", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
 
 
 def last_line(output: str) -> str:

@@ -28,9 +28,12 @@ exit statuses:
 def parser() -> argparse.ArgumentParser:
     """The parser of all sub-commands; options that all have may stand before or after the sub-command's name."""
     common = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
-    common.add_argument("--vllm", metavar="RELEASE", help="upstream release (default: the newest in VERSIONS.lock)")
+    common.add_argument("--vllm", metavar="RELEASE", help="upstream release (default: the last in VERSIONS.lock)")
     common.add_argument(
-        "--cache", metavar="DIR", type=Path, help="downloads and environments (default: ~/.cache/vllm-ndt)"
+        "--cache",
+        metavar="DIR",
+        type=Path,
+        help="downloads and environments (default: vllm-ndt in $XDG_CACHE_HOME or ~/.cache)",
     )
     common.add_argument("--json", action="store_true", help="print the result as one JSON object")
     offline = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
@@ -43,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         parents=parents,
+        allow_abbrev=False,
     )
     top.add_argument("--flavor", choices=("cuda", "cpu"), default="cuda", help="cuda, or cpu for tests (default: cuda)")
     top.add_argument(
@@ -61,7 +65,9 @@ def parser() -> argparse.ArgumentParser:
     test = commands.add_parser("test", parents=parents, help="set up what the tests need, and run them")
     test.add_argument("--quick", action="store_true", help="only those that need no engine")
     test.add_argument("pytest", nargs="*", metavar="ARG", help="arguments for pytest, after --")
-    verify = commands.add_parser("verify", parents=[common], help="say whether a wheel or an environment is patched")
+    verify = commands.add_parser(
+        "verify", parents=[common], allow_abbrev=False, help="say whether a wheel or an environment is patched"
+    )
     what = verify.add_mutually_exclusive_group(required=True)
     what.add_argument("wheel", nargs="?", type=Path, metavar="WHEEL", help="a wheel file")
     what.add_argument("--site", type=Path, metavar="DIR", help="an environment, or its site-packages folder")
@@ -77,7 +83,8 @@ def main(arguments: Sequence[str], root: Path | None = None) -> int:
     try:
         options = parser().parse_args(arguments)
     except SystemExit as stop:  # with --site, 2 says that the patches are gone
-        return COULD_NOT_CHECK if stop.code == 2 and {"verify", "--site"} <= set(arguments) else int(stop.code or 0)
+        site = "verify" in arguments and any(word.partition("=")[0] == "--site" for word in arguments)
+        return COULD_NOT_CHECK if stop.code == 2 and site else int(stop.code or 0)
     signal.signal(signal.SIGTERM, _terminated)  # so that temporary files go with us
     try:
         return _run(options, root or Path(__file__).resolve().parents[1])
@@ -92,6 +99,10 @@ def main(arguments: Sequence[str], root: Path | None = None) -> int:
         )
     except KeyboardInterrupt:
         return _fail(options, "stopped", 1)
+    except Exception as error:
+        site = options.command == "verify" and options.site
+        message = f"{type(error).__name__}: {error}; this is a defect of build.py, please report it"
+        return _fail(options, message, COULD_NOT_CHECK if site else 1)
 
 
 def _run(options: argparse.Namespace, root: Path) -> int:
@@ -108,6 +119,7 @@ def _run(options: argparse.Namespace, root: Path) -> int:
 
 def _build(options: argparse.Namespace, root: Path, cache: Path, _: Path) -> int:
     from builder import pipeline
+    from builder.fetch import cached
 
     if options.image == "yes":
         raise ImageProblem(
@@ -118,6 +130,9 @@ def _build(options: argparse.Namespace, root: Path, cache: Path, _: Path) -> int
         )
     pipeline.check_epoch()
     project, release = _release(options, root)
+    artefact = release.wheel_artefact(options.flavor, options.arch)
+    if not cached(artefact, cache).is_file() and "offline" not in options:
+        print(f"fetching {artefact.file} ({artefact.size / 1e6:.0f} MB)", file=sys.stderr)
     written = pipeline.build(
         project, release, options.flavor, options.arch, options.out, cache, offline="offline" in options
     )

@@ -8,16 +8,20 @@ configured index too, but pip would build it to read its metadata, so it is look
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from packaging.utils import parse_wheel_filename
 
-from builder.atomic import locked, replacing
+from builder.atomic import locked
 from builder.bootstrap import last_line, pip_environment
 from builder.errors import InputProblem
 from builder.hashing import sha256_of
 from builder.lockfile import Artefact
+
+
+def cached(artefact: Artefact, cache: Path) -> Path:
+    """Where an artefact lies in the cache, if it is there."""
+    return cache / "sha256" / artefact.sha256 / artefact.file
 
 
 def fetch(artefact: Artefact, version: str, cache: Path, *, offline: bool) -> Path:
@@ -25,8 +29,7 @@ def fetch(artefact: Artefact, version: str, cache: Path, *, offline: bool) -> Pa
 
     Raises InputProblem if it cannot be had, or if what the index serves is not what VERSIONS.lock pins.
     """
-    folder = cache / "sha256" / artefact.sha256
-    path = folder / artefact.file
+    path = cached(artefact, cache)
     with locked(cache / "sha256" / f"{artefact.sha256}.lock"):
         if path.is_file():
             if sha256_of(path) == artefact.sha256:
@@ -39,8 +42,11 @@ def fetch(artefact: Artefact, version: str, cache: Path, *, offline: bool) -> Pa
                 found="nothing",
                 do="run once without --offline",
             )
-        with tempfile.TemporaryDirectory(prefix="download.", dir=cache) as scratch:
-            found = download(artefact.project, version, artefact.file, Path(scratch))
+        scratch = cache / "sha256" / f"{artefact.sha256}.download"  # of fixed name: a killed download's is cleared
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir()
+        try:
+            found = download(artefact.project, version, artefact.file, scratch)
             digest = sha256_of(found)
             if digest != artefact.sha256:
                 raise InputProblem(
@@ -50,13 +56,16 @@ def fetch(artefact: Artefact, version: str, cache: Path, *, offline: bool) -> Pa
                     do="do not use this file; find out who serves it (`pip config list`)",
                 )
             store(found, artefact, cache)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
     return path
 
 
 def store(found: Path, artefact: Artefact, cache: Path) -> None:
-    """Copy a file whose sha256 is known to be the artefact's into the cache."""
-    with found.open("rb") as source, replacing(cache / "sha256" / artefact.sha256 / artefact.file) as target:
-        shutil.copyfileobj(source, target, 1 << 20)
+    """Move a file of the cache's file system, whose sha256 is known to be the artefact's, to its place in the cache."""
+    path = cached(artefact, cache)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found.replace(path)
 
 
 def download(project: str, version: str, file: str, folder: Path) -> Path:

@@ -2,6 +2,7 @@
 """Looks up and fetches a release's files from pip's configured index where pip itself would build them."""
 
 import contextlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +29,9 @@ def download_sdist(project: str, version: str, file: str, folder: Path) -> Path:
                 found="no such file there",
                 do="check `pip config list`",
             )
-        return _finder().download(links[file], folder)
+        found = _finder().download(links[file], folder)
+    # A file of the user's own folder is given as it lies there, and must stay.
+    return found if found.parent == folder else Path(shutil.copy(found, folder))
 
 
 def _links(project: str, version: str) -> dict[str, Link]:

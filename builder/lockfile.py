@@ -130,7 +130,10 @@ def read(path: Path) -> dict[str, Release]:
                 found=str(table["format"]),
                 do="use the build.py that belongs to it",
             )
-        return {version: _release(version, row) for version, row in table["release"].items()}
+        releases = {version: _release(version, row) for version, row in table["release"].items()}
+        if not releases:
+            raise KeyError("release")
+        return releases
     except FileNotFoundError:
         raise InputProblem(
             str(path), expected="the lock", found="no file", do="restore it from the repository"

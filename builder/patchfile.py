@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 from builder.errors import PatchProblem
 
@@ -272,8 +271,3 @@ def _quote(line: bytes) -> str:
 
 def _problem(subject: str, expected: str, found: str, do: str) -> PatchProblem:
     return PatchProblem(subject, expected=expected, found=found, do=do)
-
-
-def path_name(path: Path) -> str:
-    """A patch's name: its file's name without .patch."""
-    return path.name.removesuffix(".patch")

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads pip's configuration: where the user's packages come from."""
 
+import ast
+import contextlib
 import functools
 import re
 import subprocess
@@ -16,12 +18,13 @@ def index_settings() -> tuple[list[str], list[str]]:
     for line in _pip("config", "list").splitlines():
         key, _, value = line.partition("=")
         section, _, name = key.partition(".")
-        sections.setdefault(section, {})[name] = value.strip("'\"")
+        with contextlib.suppress(ValueError, SyntaxError):  # pip prints values as Python writes them
+            sections.setdefault(section, {})[name] = str(ast.literal_eval(value))
     settings = sections["global"] | sections["download"] | sections[":env:"]
-    # pip's own default address is told by its help text only.
+    # pip's own default address is told by its help text only (which hides passwords).
     main = re.search(r"--index-url <url>.*?\(default ([^)\s]+)\)", _pip("download", "--help"), re.DOTALL)
-    index = [main[1]] if main else []
-    index += settings.get("extra-index-url", "").split()
+    index = [settings.get("index-url") or (main[1] if main else "")]
+    index = [address for address in (*index, *settings.get("extra-index-url", "").split()) if address]
     if settings.get("no-index", "").lower() in ("1", "true", "yes", "on"):
         index = []
     return index, settings.get("find-links", "").split()

@@ -3,6 +3,7 @@
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -75,7 +76,7 @@ def read_inputs(project: Project, release: str) -> Inputs:
 def check_epoch() -> None:
     """Raise UsageProblem for a SOURCE_DATE_EPOCH that no archive could hold; a good one changes nothing."""
     value = os.environ.get("SOURCE_DATE_EPOCH", "")
-    if value and not (value.isascii() and value.isdigit() and EARLIEST <= int(value) <= LATEST):
+    if value and not (re.fullmatch("[0-9]{1,12}", value) and EARLIEST <= int(value) <= LATEST):
         raise UsageProblem(
             "SOURCE_DATE_EPOCH",
             expected=f"whole seconds from {EARLIEST} to {LATEST} (1980 to 2107)",
@@ -112,7 +113,7 @@ def build(
         check_series(inputs.entries, release)
         changeset.check(changes, release.changed)
         written = wheel.write(upstream, spec, inputs.content(changes, pins), out, expected=pinned.sha256)
-    write_beside(out, written, spec, pins)
+    write_beside(out, written, release, spec, pins)
     return written
 
 
@@ -173,17 +174,18 @@ def read_closure(project: Project, release: Release, flavor: str) -> tuple[str, 
     return read_pins(path)
 
 
-def write_beside(out: Path, written: Written, spec: Build, pins: tuple[str, ...]) -> None:
+def write_beside(out: Path, written: Written, release: Release, spec: Build, pins: tuple[str, ...]) -> None:
     """Write constraints.txt (constraints-cpu.txt for the CPU flavor) and add the wheel to SHA256SUMS."""
     name = "constraints.txt" if spec.flavor == "cuda" else f"constraints-{spec.flavor}.txt"
-    _write_text(out / name, "\n".join([f"vllm=={spec.version}", *pins]) + "\n")
     with locked(out / ".lock"):
+        _write_text(out / name, "\n".join([f"vllm=={spec.version}", *pins]) + "\n")
         sums = out / "SHA256SUMS"
-        old = sums.read_text("utf-8").splitlines() if sums.is_file() else []
-        lines = {line.partition("  ")[2]: line for line in old if (out / line.partition("  ")[2]).is_file()}
-        lines[name] = f"{sha256_of(out / name)}  {name}"
-        lines[written.path.name] = f"{written.sha256}  {written.path.name}"
-        _write_text(sums, "\n".join(lines[key] for key in sorted(lines)) + "\n")
+        old = sums.read_text("utf-8", "replace").splitlines() if sums.is_file() else []
+        # Rows of wheels that the lock no longer has are left out: they would vouch for other bytes of the same label.
+        pinned = {f"{row.sha256}  {row.file}" for row in release.wheel if (out / row.file).is_file()}
+        lines = (pinned & set(old)) | {f"{written.sha256}  {written.path.name}"}
+        lines |= {f"{sha256_of(path)}  {path.name}" for path in out.glob("constraints*.txt")}
+        _write_text(sums, "\n".join(sorted(lines, key=lambda line: line.split("  ")[1])) + "\n")
 
 
 def _write_text(path: Path, text: str) -> None:

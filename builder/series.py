@@ -40,6 +40,8 @@ def read_series(folder: Path) -> tuple[SeriesEntry, ...]:
         raise _problem(
             str(series), "the order of the patches", "no file", "write it; see docs/adding-a-patch.md"
         ) from None
+    except UnicodeDecodeError as error:
+        raise _problem(str(series), "UTF-8", str(error), "restore the file") from None
     names = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
     entries = []
     for name in names:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from builder.atomic import locked
+from builder.bootstrap import python_key
 from builder.hashing import sha256_of
 from builder.lockfile import Release
 from builder.pipeline import Project, build, build_stock
@@ -61,9 +62,9 @@ def _closure_site(project: Project, release: Release, cache: Path, uv: Path) -> 
     """The site-packages folder of an environment with the CPU closure and the tests' own packages."""
     locks = [project.locks / f"{release.version}-cpu.txt", project.locks / "dev.txt"]
     key = "-".join(sha256_of(lock)[:8] for lock in locks)
-    folder = cache / "envs" / f"closure-{sys.implementation.cache_tag}-{key}"
+    folder = cache / "envs" / f"closure-{python_key()}-{key}"
     with locked(folder.with_suffix(".lock")):
-        if not (folder / "complete").is_file():
+        if not _is_complete(folder):
             print(f"installing the CPU closure (about 6 GB) into {folder}", file=sys.stderr)
             shutil.rmtree(folder, ignore_errors=True)
             run_uv(uv, ["venv", "--python", sys.executable, str(folder)])
@@ -81,13 +82,18 @@ def _install(wheel: Path, digest: str, closure: Path, cache: Path, uv: Path) -> 
     folder = cache / "envs" / f"{digest[:16]}-{closure.parents[2].name}"
     python = folder / "bin" / "python"
     with locked(folder.with_suffix(".lock")):
-        if not (folder / "complete").is_file():
+        if not _is_complete(folder):
             shutil.rmtree(folder, ignore_errors=True)
             run_uv(uv, ["venv", "--python", sys.executable, str(folder)])
             (_site_packages(folder) / "closure.pth").write_text(f"{closure}\n", "utf-8")
             run_uv(uv, ["pip", "install", "--python", str(python), "--no-deps", str(wheel)], cache / "uv")
             (folder / "complete").touch()
     return python
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether an environment was made to the end, and its Python is still there."""
+    return (folder / "complete").is_file() and (folder / "bin" / "python").is_file()
 
 
 def _site_packages(environment: Path) -> Path:

@@ -33,10 +33,15 @@ def check_wheel(path: Path, releases: dict[str, Release], expect: str | None) ->
         except ManifestError as error:
             return Report(str(path), EDITED, findings=[str(error)])
         edited, missing = _compare(wheel, found)
-    pinned = {row.file: row.sha256 for release in releases.values() for row in release.wheel}.get(path.name)
+    rows = [row for release in releases.values() for row in release.wheel]
     digest = sha256_of(path)
-    if pinned and digest != pinned:
-        edited.append(f"another build of {found.version}: expected sha256 {pinned} (VERSIONS.lock), found {digest}")
+    edited += [
+        f"another build of {found.version}: expected sha256 {row.sha256} (VERSIONS.lock), found {digest}"
+        for row in rows
+        if row.file == path.name and row.sha256 != digest
+    ]
+    if expect is None and found.digest not in {row.manifest for row in rows}:
+        edited.append(f"manifest {found.digest}: expected one of VERSIONS.lock; give --expect DIGEST for another build")
     edited += other_build(expect, found)
     return Report(str(path), EDITED if edited else INCOMPLETE if missing else PATCHED, found, edited + missing)
 
@@ -44,11 +49,11 @@ def check_wheel(path: Path, releases: dict[str, Release], expect: str | None) ->
 def _compare(wheel: UpstreamWheel, found: Manifest) -> tuple[list[str], list[str]]:
     """What differs from the manifest or RECORD, and what is missing."""
     unlisted = {manifest.NAME, f"{wheel.dist_info}/RECORD"}
-    edited = [f"{name}: not of this build" for name in sorted(wheel.members.keys() - found.files.keys() - unlisted)]
+    edited = [f"{name}: added" for name in sorted(wheel.members.keys() - found.files.keys() - unlisted)]
     missing = [f"{name}: missing" for name in sorted(found.files.keys() - wheel.members.keys())]
     for name in wheel.members.keys() - {f"{wheel.dist_info}/RECORD"}:
         data = wheel.read(name) or b""
         actual = (hashlib.sha256(data).hexdigest(), len(data))
-        if found.files.get(name, actual) != actual or wheel.recorded[name] != (recorded_hash(data), len(data)):
-            edited.append(f"{name}: not the build's")
+        if found.files.get(name, actual) != actual or wheel.recorded.get(name) != (recorded_hash(data), len(data)):
+            edited.append(f"{name}: changed")
     return sorted(edited), missing

@@ -26,7 +26,7 @@ from builder.sbom import bill_of_materials
 from builder.wheelfile import Member
 
 SCRIPT = "vllm-ndt = vllm_ndt.cli:main"
-MANIFEST = "vllm_ndt/manifest.json"
+MANIFEST = "vllm_ndt/manifest.json"  # as vllm_ndt.manifest.NAME; the overlay is data here
 CHANGES = "CHANGES.vllm-ndt.txt"
 VERSION_MODULE = "vllm/_version.py"
 NEW_MODE = stat.S_IFREG | 0o644
@@ -125,22 +125,26 @@ class UpstreamWheel:
         data = self.read(name)
         if data is None:
             raise self._problem(name, "no such member")
-        return data.decode("utf-8")
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise self._problem(f"{name} in UTF-8", str(error)) from None
 
     def _read_record(self, record: str) -> dict[str, tuple[str, int]]:
-        rows = {row[0]: row for row in csv.reader(io.StringIO(self.text(record))) if row}
+        try:
+            rows = [(name, digest, size) for name, digest, size in csv.reader(io.StringIO(self.text(record)))]
+        except (csv.Error, ValueError) as error:  # also UnicodeDecodeError, and rows of another length
+            raise self._problem("RECORD with rows of name, hash and size", str(error)) from None
         unsigned = {record, f"{self.dist_info}/RECORD.jws", f"{self.dist_info}/RECORD.p7s"}
-        if rows.keys() - unsigned != self.members.keys() - unsigned:
-            odd = min((rows.keys() - unsigned) ^ (self.members.keys() - unsigned))
-            raise self._problem("RECORD to list each member", f"{odd!r} in only one of them")
-        recorded = {}
-        for name, (_, digest, size) in rows.items():
-            if name not in unsigned:
-                if not _RECORDED.fullmatch(digest) or size != str(self.members[name].size):
-                    expected = f"RECORD with sha256 and the size {self.members[name].size} for {name!r}"
-                    raise self._problem(expected, f"{digest}, {size}")
-                recorded[name] = (digest, int(size))
-        return recorded
+        recorded = {name: (digest, size) for name, digest, size in rows if name not in unsigned}
+        if recorded.keys() != self.members.keys() - unsigned or len({name for name, *_ in rows}) != len(rows):
+            odd = min(recorded.keys() ^ (self.members.keys() - unsigned), default="a name twice")
+            raise self._problem("RECORD to list each member once", f"{odd!r}")
+        for name, (digest, size) in recorded.items():
+            if not _RECORDED.fullmatch(digest) or size != str(self.members[name].size):
+                expected = f"RECORD with sha256 and the size {self.members[name].size} for {name!r}"
+                raise self._problem(expected, f"{digest}, {size}")
+        return {name: (digest, int(size)) for name, (digest, size) in recorded.items()}
 
     def _problem(self, expected: str, found: str) -> InputProblem:
         return InputProblem(self.name, expected=expected, found=found, do="do not use this file")

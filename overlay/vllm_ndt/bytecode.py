@@ -3,16 +3,36 @@
 
 import importlib.util
 import marshal
+import re
 from pathlib import Path
+from types import CodeType
+from typing import Any
 
 _HEADER = 16  # magic, flags, then source mtime and size, or the source's hash
 _UNCHECKED_HASH = 0b01
+_CACHED = re.compile(r"\.[a-z]+-?[0-9]+[a-z]*(?:\.opt-([a-zA-Z0-9]+))?\.pyc")
+# What decides what code does. Tables of positions are left out: PYTHONNODEBUGRANGES empties them.
+_PARTS = (
+    "co_code",
+    "co_name",
+    "co_names",
+    "co_varnames",
+    "co_freevars",
+    "co_cellvars",
+    "co_argcount",
+    "co_posonlyargcount",
+    "co_kwonlyargcount",
+    "co_flags",
+    "co_firstlineno",
+    "co_exceptiontable",  # since Python 3.11
+)
 
 
 def caches_of(source: Path, names: list[str]) -> list[Path]:
     """The bytecode files of a source among the names of its __pycache__ folder."""
-    stem = source.name.removesuffix("py")
-    return [source.parent / "__pycache__" / name for name in names if name.startswith(stem) and name.endswith(".pyc")]
+    stem = source.name.removesuffix(".py")
+    found = [name for name in names if name.startswith(stem) and _CACHED.fullmatch(name[len(stem) :])]
+    return [source.parent / "__pycache__" / name for name in found]
 
 
 def runs_unchecked(cache: Path) -> bool:
@@ -35,9 +55,26 @@ def is_of(cache: Path, source: Path, data: bytes) -> bool | None:
             return None  # out of date: Python compiles the source anew
     elif flags & 0b11 == 0b11 and compiled[8:_HEADER] != importlib.util.source_hash(data):
         return None
-    level = cache.name.removesuffix(".pyc").rpartition(".opt-")[2] if ".opt-" in cache.name else ""
-    expected = compile(data, str(source), "exec", dont_inherit=True, optimize=int(level) if level.isdigit() else 0)
+    match = _CACHED.search(cache.name)
+    level = match[1] if match else None
+    optimize = int(level) if level and level.isdigit() else 0
     try:
-        return bool(marshal.loads(compiled[_HEADER:]) == expected)  # noqa: S302  (compared, never run)
-    except (ValueError, EOFError, TypeError):
+        expected = compile(data, str(source), "exec", dont_inherit=True, optimize=optimize)
+        return _same(marshal.loads(compiled[_HEADER:]), expected)  # noqa: S302  (compared, never run)
+    except (ValueError, EOFError, TypeError, SyntaxError):
         return False
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two constants, code objects among them, are the same in type and value."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, CodeType):
+        parts = [part for part in _PARTS if hasattr(one, part)]
+        same = all(getattr(one, part) == getattr(other, part) for part in parts)
+        return same and _same(one.co_consts, other.co_consts)
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, frozenset):
+        return {(type(item), repr(item)) for item in one} == {(type(item), repr(item)) for item in other}
+    return repr(one) == repr(other)  # unlike ==, tells 0.0 from -0.0 and takes NaN for NaN

@@ -29,8 +29,9 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--deep", action="store_true", help="hash every file; without it Python files only, the rest by size"
     )
-    command.add_argument("--expect", metavar="DIGEST", help="the manifest digest that the build printed")
-    command.add_argument("--against", metavar="WHEEL", help="a wheel file that this installation must come from")
+    which = command.add_mutually_exclusive_group()
+    which.add_argument("--expect", metavar="DIGEST", help="the manifest digest that the build printed")
+    which.add_argument("--against", metavar="WHEEL", help="a wheel file that this installation must come from")
     command.add_argument("--json", action="store_true", help="print one JSON object")
     return top
 
@@ -38,7 +39,10 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `vllm-ndt`; returns its exit status."""
     options = parser().parse_args(arguments)
-    report = verify.check_running(deep=options.deep, expect=options.expect, against=options.against)
+    try:
+        report = verify.check_running(deep=options.deep, expect=options.expect, against=options.against)
+    except Exception as error:  # Python would exit with 1, and that says edited
+        report = verify.Report("this environment", verify.UNKNOWN, findings=[f"{type(error).__name__}: {error}"])
     print(json.dumps(report.as_dict()) if options.json else "\n".join(report.lines()))
     return report.status
 

@@ -30,21 +30,23 @@ def parse(data: bytes) -> Manifest:
     try:
         document = json.loads(data)
         if document["format"] != 1:
-            raise ManifestError(f"expected format 1, found {document['format']!r}")
-        files = {}
-        for path, line in document["files"].items():
-            digest, size = line.split(" ")
-            files[path] = (digest, int(size))
-        return Manifest(
-            version=document["version"],
-            upstream=document["upstream"]["version"],
-            patches=tuple(patch["name"] for patch in document["patches"]),
-            changed=frozenset(document["changed"]),
-            files=files,
-            digest="sha256:" + hashlib.sha256(data).hexdigest(),
-        )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ManifestError(f"{NAME}: expected format 1, found {document['format']!r}")
+        files = {path: _entry(path, line) for path, line in document["files"].items()}
+        names = [document["version"], document["upstream"]["version"], *document["changed"]]
+        patches = tuple(patch["name"] for patch in document["patches"])
+        if not all(isinstance(name, str) for name in (*names, *patches)):
+            raise TypeError("a name that is no text")
+        digest = "sha256:" + hashlib.sha256(data).hexdigest()
+        return Manifest(names[0], names[1], patches, frozenset(names[2:]), files, digest)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ManifestError(f"{NAME} is not as the build writes it: {error!r}") from None
+
+
+def _entry(path: str, line: str) -> tuple[str, int]:
+    digest, size = line.split(" ")
+    if "\0" in path or path.startswith("/") or ".." in path.split("/"):
+        raise ValueError(f"path {path!r}")
+    return digest, int(size)
 
 
 def read(site: Path) -> Manifest:

@@ -64,8 +64,6 @@ class Guard:
         self._started = False
         self._found = False
         self._lock = threading.Lock()
-        # A fork leaves thread and CUDA behind; the child starts anew.
-        os.register_at_fork(after_in_child=self._watches.clear)
 
     def wrap(self, function: F) -> F:
         @functools.wraps(function)
@@ -161,7 +159,10 @@ class _Watch:
     def look(self) -> bool:
         """Report what the words say, if they say anything; reads plain memory only."""
         number, *flags = self._words.tolist()
-        if number:
+        if number and not any(flags):  # the kernel's stores may arrive in any order
+            time.sleep(POLL_SECONDS)
+            number, *flags = self._words.tolist()
+        if number and any(flags):
             self._report(number, sum(1 << place for place, flag in enumerate(flags) if flag))
         return bool(number)
 

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happens when an engine's configuration is made: the settings are checked, and one line says what runs."""
 
-import hashlib
-import json
 import multiprocessing
 import os
 from pathlib import Path
 
-from vllm_ndt import settings
+from vllm_ndt import manifest, settings
 
-MANIFEST = Path(__file__).with_name("manifest.json")
+MANIFEST = Path(__file__).parents[1] / manifest.NAME
 
 _announced = False
 
@@ -31,17 +29,14 @@ def on_engine_config() -> None:
     init_logger("vllm.ndt").info("%s", start_line(MANIFEST))
 
 
-def start_line(manifest: Path) -> str:
+def start_line(path: Path) -> str:
     """One line with the version, the patches in order and the manifest's digest; never fails."""
     try:
-        content = manifest.read_bytes()
+        found = manifest.parse(path.read_bytes())
     except FileNotFoundError:
         return "vLLM with vllm_ndt's patches, manifest missing: run `vllm-ndt verify`"
     except OSError as error:
         return f"vLLM with vllm_ndt's patches, manifest unreadable ({error.strerror}): run `vllm-ndt verify`"
-    try:
-        facts = json.loads(content)
-        version, patches = facts["version"], ", ".join(patch["name"] for patch in facts["patches"])
-    except (ValueError, KeyError, TypeError):
+    except manifest.ManifestError:
         return "vLLM with vllm_ndt's patches, manifest damaged: run `vllm-ndt verify`"
-    return f"vLLM {version}, patched: {patches or 'nothing'}; manifest sha256:{hashlib.sha256(content).hexdigest()}"
+    return f"vLLM {found.version}, patched: {', '.join(found.patches) or 'nothing'}; manifest {found.digest}"

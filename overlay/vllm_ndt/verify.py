@@ -143,8 +143,11 @@ def _compare(site: Path, found: Manifest, installed: list[str], deep: bool, expe
         except (FileNotFoundError, NotADirectoryError):
             missing.append(f"{name}: missing")
             continue
+        except IsADirectoryError:
+            edited.append(f"{name}: a folder")
+            continue
         if actual != size or not (_hash(data, path) == digest if is_python or deep else path.is_file()):
-            edited.append(f"{name}: not the build's")
+            edited.append(f"{name}: changed")
         elif data is not None:
             edited += _bad_caches(site, path, name, data, deep or name in found.changed, listings)
     edited += _strangers(site, found)
@@ -161,7 +164,7 @@ def _bad_caches(
     if folder not in listings:
         try:
             listings[folder] = os.listdir(folder / "__pycache__")
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             listings[folder] = []
     for cache in bytecode.caches_of(source, listings[folder]):
         unchecked = bytecode.runs_unchecked(cache)
@@ -185,7 +188,7 @@ def _strangers(site: Path, found: Manifest) -> Iterator[str]:
             folders[:] = [name for name in folders if name != "__pycache__"]
             for name in names:
                 if name.endswith(_CODE) and f"{prefix}/{name}" not in found.files:
-                    yield f"{prefix}/{name}: not of this build"
+                    yield f"{prefix}/{name}: added"
 
 
 def _without_manifest(where: str, installed: list[str]) -> Report:

@@ -26,7 +26,7 @@ Prepare = Callable[[Toy], dict[str, str] | None]
 def assert_one_line(done: subprocess.CompletedProcess[str], status: int, *words: str) -> None:
     """An error is one line that names what was expected and found, with the documented exit status."""
     assert done.returncode == status, done.stderr
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("making ")]
+    lines = [line for line in done.stderr.splitlines() if not line.startswith(("making ", "fetching "))]
     assert len(lines) == 1, done.stderr
     assert lines[0].startswith("error: ")
     for word in ("expected ", "found", *words):
@@ -54,6 +54,14 @@ def test_build_prints_wheel_sha256_and_manifest(built: Toy) -> None:
 def test_constraints_pin_the_patched_wheel_and_the_closure(built: Toy) -> None:
     lines = (built.dist / "constraints.txt").read_text().splitlines()
     assert lines == ["vllm==0.27.1+ndt.1", "packaging==26.3", "tomli==2.4.1 ; python_version < '3.11'"]
+
+
+def test_settings_that_the_docs_advise_do_not_stop_the_build(built: Toy, toy: Toy) -> None:
+    """PIP_CONSTRAINT with our own constraints.txt keeps stock out of servers; here stock is what is asked for."""
+    constraints = built.dist / "constraints.txt"
+    settings = {"PIP_CONSTRAINT": str(constraints), "UV_CONSTRAINT": str(constraints), "PIP_REQUIRE_HASHES": "1"}
+    done = toy.run(environment=settings | {"PIP_TARGET": str(toy.root / "elsewhere"), "PIP_USER": "1"})
+    assert done.returncode == 0, done.stderr
 
 
 def test_second_build_needs_no_network(toy: Toy) -> None:
@@ -111,6 +119,10 @@ def _linked_overlay(toy: Toy) -> None:
     (toy.root / "overlay" / "vllm_ndt" / "link.py").symlink_to("/etc/passwd")
 
 
+def _not_utf8(toy: Toy) -> None:
+    (toy.patch.parent / "series").write_bytes(b"\xff\n")
+
+
 def _series(text: str) -> Prepare:
     return _file("patches/0.27.1/series", text)
 
@@ -123,6 +135,7 @@ BAD: dict[str, tuple[Prepare, list[str], int, tuple[str, ...]]] = {
     "no network": (_dead_index, [], 3, (WHEEL, "pip")),
     "offline, nothing cached": (lambda toy: None, ["--offline"], 3, (WHEEL, "--offline")),
     "no lock": (_without("VERSIONS.lock"), [], 3, ("VERSIONS.lock",)),
+    "lock without a release": (_file("VERSIONS.lock", "format = 1\n[release]"), [], 3, ("VERSIONS.lock",)),
     "damaged lock": (_file("VERSIONS.lock", "format = "), [], 3, ("VERSIONS.lock",)),
     "lock of another format": (_file("VERSIONS.lock", "format = 2\n[release]"), [], 3, ("format 1",)),
     "other closure": (_file("locks/toy.txt", "evil==1\n"), [], 3, ("locks/toy.txt",)),
@@ -173,6 +186,7 @@ BAD: dict[str, tuple[Prepare, list[str], int, tuple[str, ...]]] = {
         4,
         ("change-line-nine.patch",),
     ),
+    "series not in UTF-8": (_not_utf8, [], 4, ("series", "UTF-8")),
     "series names it twice": (_series("change-line-ten.patch\nchange-line-ten.patch\n"), [], 4, ("twice",)),
     "series names a path": (_series("change-line-ten.patch\n/etc/x-y.patch\n"), [], 4, ("/etc/x-y.patch",)),
     "no series": (_without("patches/0.27.1/series"), [], 4, ("series",)),
@@ -186,13 +200,23 @@ BAD: dict[str, tuple[Prepare, list[str], int, tuple[str, ...]]] = {
     "overlay file less": (_without("overlay/vllm_ndt/cli.py"), [], 3, ("vllm_ndt/cli.py",)),
     "an image": (lambda toy: None, ["--image", "yes"], 5, ("--image no",)),
     **{
-        f"SOURCE_DATE_EPOCH={value}": (
+        f"SOURCE_DATE_EPOCH={value[:20]}": (
             lambda toy, value=value: {"SOURCE_DATE_EPOCH": value},
             [],
             2,
             ("SOURCE_DATE_EPOCH", value),
         )
-        for value in ("0", "315532799", "4354819200", "1667997441000", "1.7e9", "-1", " 1700000000", "\u0661")
+        for value in (
+            "0",
+            "315532799",
+            "4354819200",
+            "1667997441000",
+            "1.7e9",
+            "9" * 5000,
+            "-1",
+            " 1700000000",
+            "\u0661",
+        )
     },
 }
 
@@ -204,7 +228,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(toy: Toy, name: str) -> None:
     assert_one_line(toy.run(*arguments, environment=environment), status, *words)
     assert leftovers(toy.dist) == []
     assert not list(toy.cache.glob("sha256/*/.*"))
-    assert not list(toy.cache.glob("download.*"))
+    assert not list(toy.cache.glob("sha256/*.download"))
 
 
 def test_other_hash_is_said_with_both_hashes(toy: Toy) -> None:
@@ -256,10 +280,20 @@ def test_full_disk_leaves_no_wheel(toy: Toy) -> None:
     assert toy.run().returncode == 0
 
 
+def test_sums_do_not_vouch_for_a_wheel_that_the_lock_no_longer_has(toy: Toy) -> None:
+    other = BUILT.replace("x86_64", "aarch64")
+    toy.dist.mkdir()
+    (toy.dist / other).write_bytes(b"another build of the same label")
+    (toy.dist / "SHA256SUMS").write_text(f"{sha256_of(toy.dist / other)}  {other}\n")
+    assert toy.run().returncode == 0
+    assert other not in (toy.dist / "SHA256SUMS").read_text()
+
+
 def test_two_builds_at_once(toy: Toy) -> None:
     command = [sys.executable, str(toy.root / "build.py"), "--cache", str(toy.cache), "--out", str(toy.dist)]
     runs = [subprocess.Popen(command, env=toy.environment(), stderr=subprocess.PIPE, text=True) for _ in range(4)]
-    assert [(run.communicate()[1], run.returncode) for run in runs] == [("", 0)] * 4
+    ended = [(run.communicate()[1], run.returncode) for run in runs]
+    assert all(status == 0 and "error" not in text for text, status in ended), ended
     assert leftovers(toy.dist) == [".lock", "SHA256SUMS", "constraints.txt", BUILT]
     subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=toy.dist, check=True, capture_output=True)
 

@@ -93,7 +93,7 @@ def test_other_bytes_need_another_label(whole: Toy) -> None:
     assert (whole.dist / WHEEL.replace("0.27.1", "0.27.1+ndt.2")).is_file()
 
 
-@pytest.mark.parametrize("label", ["", "ndt", "ndt.1.cpu", "../x", "NDT.1", "ndt.01", "cpu"])
+@pytest.mark.parametrize("label", ["", "../x", "ndt.1.cpu"])
 def test_foolish_label_is_refused(whole: Toy, label: str) -> None:
     done = whole.run("lock", "--label", label)
     assert done.returncode == 2

@@ -33,13 +33,6 @@ def test_outside_checkers_accept_it(built: Toy, tmp_path: Path) -> None:
         check=True,
         capture_output=True,
     )
-    tagged = subprocess.run(
-        [sys.executable, "-m", "wheel", "tags", "--build", "1", str(tmp_path / BUILT)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert tagged.returncode  # no such file: the next line tries the real one
     (tmp_path / BUILT).write_bytes((built.dist / BUILT).read_bytes())
     subprocess.run(
         [sys.executable, "-m", "wheel", "tags", "--build", "1", str(tmp_path / BUILT)], check=True, capture_output=True

@@ -189,3 +189,29 @@ def test_damage_anywhere_is_an_error_of_ours(tmp_path_factory: pytest.TempPathFa
     except InputProblem:
         return
     assert read == FILES
+
+
+@pytest.mark.parametrize(
+    "record",
+    [b"\xff\xfe", b"a,b\n", b"a" * 200_000 + b",b,c\n", b"", b'"', b"vllm/cli.py,sha256=x,1\n", b"\0,,\n"],
+    ids=["no UTF-8", "short row", "long field", "empty", "open quote", "bad hash", "NUL"],
+)
+def test_record_of_any_content_is_an_error_of_ours(tmp_path: Path, record: bytes) -> None:
+    """The checksums are right here, so that what refuses it is the reader of RECORD."""
+    path = tmp_path / WHEEL
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in [*FILES.items(), ("vllm-0.27.1.dist-info/RECORD", record)]:
+            archive.writestr(zip_info(name), data)
+    assert "RECORD" in refusal(path)
+
+
+def test_record_with_a_name_twice_is_refused(plain: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(plain) as archive:
+        record = archive.read("vllm-0.27.1.dist-info/RECORD")
+    first = record.splitlines(keepends=True)[0]
+    path = tmp_path / "twice" / WHEEL
+    path.parent.mkdir()
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in [*FILES.items(), ("vllm-0.27.1.dist-info/RECORD", first + record)]:
+            archive.writestr(zip_info(name), data)
+    assert "once" in refusal(path)
