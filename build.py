@@ -5,6 +5,7 @@
 This file parses on any Python 3, so that an old one gets a line and not a traceback.
 """
 
+import os
 import sys
 
 if sys.version_info < (3, 10):  # noqa: UP036  (old Pythons get this far)
@@ -15,6 +16,7 @@ if sys.version_info < (3, 10):  # noqa: UP036  (old Pythons get this far)
     )
     sys.exit(2)
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # python -P and -I leave it out
 sys.dont_write_bytecode = True  # the checkout may belong to somebody else
 
 from builder.cli import main  # noqa: E402

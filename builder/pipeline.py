@@ -16,14 +16,14 @@ from builder.closure import read_pins
 from builder.errors import InputProblem, PatchProblem, UsageProblem
 from builder.fetch import fetch
 from builder.hashing import sha256_of
-from builder.lockfile import Artefact, Release
+from builder.lockfile import LATEST, Artefact, Release
 from builder.patchfile import Patch
 from builder.series import SeriesEntry
 from builder.wheel import Build, Content, UpstreamWheel, Written
 
 FLAVORS = ("cuda", "cpu")
 ARCHES = ("x86_64", "aarch64")
-EARLIEST, LATEST = 315532800, 4354819199  # 1980-01-01 to 2107-12-31, what a zip member's time can say
+EARLIEST = 315532800  # 1980-01-01
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def read_series(folder: Path) -> tuple[SeriesEntry, ...]:
     series = folder / "series"
     try:
         text = series.read_text("utf-8")
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         raise _problem(
             str(series), "the order of the patches", "no file", "write it; see docs/adding-a-patch.md"
         ) from None
@@ -52,7 +52,7 @@ def read_series(folder: Path) -> tuple[SeriesEntry, ...]:
             )
         try:
             data = (folder / name).read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError):
             raise _problem(f"{series}", f"the file {name}", "no such file", "restore it or delete the line") from None
         entries.append(SeriesEntry(name, hashlib.sha256(data).hexdigest(), data))
     if len({entry.name for entry in entries}) != len(entries):
@@ -86,7 +86,7 @@ def check_test(patch: Patch, root: Path) -> None:
     path = root / file
     try:
         tree = ast.parse(path.read_bytes()) if file.startswith("tests/") and ".." not in file.split("/") else None
-    except (OSError, SyntaxError):
+    except (OSError, SyntaxError, ValueError):
         tree = None
     names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)} if tree else set()
     if not function.startswith("test_") or function not in names:

@@ -23,6 +23,7 @@ _PARTS = (
     "co_posonlyargcount",
     "co_kwonlyargcount",
     "co_flags",
+    "co_stacksize",
     "co_firstlineno",
     "co_exceptiontable",  # since Python 3.11
 )
@@ -32,7 +33,8 @@ def caches_of(source: Path, names: list[str]) -> list[Path]:
     """The bytecode files of a source among the names of its __pycache__ folder."""
     stem = source.name.removesuffix(".py")
     found = [name for name in names if name.startswith(stem) and _CACHED.fullmatch(name[len(stem) :])]
-    return [source.parent / "__pycache__" / name for name in found]
+    paths = (source.parent / "__pycache__" / name for name in found)
+    return [path for path in paths if path.is_file()]
 
 
 def runs_unchecked(cache: Path) -> bool:
@@ -57,11 +59,11 @@ def is_of(cache: Path, source: Path, data: bytes) -> bool | None:
         return None
     match = _CACHED.search(cache.name)
     level = match[1] if match else None
-    optimize = int(level) if level and level.isdigit() else 0
+    optimize = min(int(level), 2) if level and level.isdigit() else 0
     try:
         expected = compile(data, str(source), "exec", dont_inherit=True, optimize=optimize)
         return _same(marshal.loads(compiled[_HEADER:]), expected)  # noqa: S302  (compared, never run)
-    except (ValueError, EOFError, TypeError, SyntaxError):
+    except (ValueError, EOFError, TypeError, SyntaxError, MemoryError):
         return False
 
 

@@ -6,9 +6,11 @@ against that only its digest helps (`expect`), kept outside the machine.
 """
 
 import hashlib
+import importlib.metadata
 import importlib.util
 import os
 import re
+import stat
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -66,21 +68,25 @@ def check_running(*, deep: bool = False, expect: str | None = None, against: str
     spec = importlib.util.find_spec("vllm")
     if spec is None:
         return Report(str(site), INCOMPLETE, findings=["vllm: not there; reinstall the wheel"])
-    winner = Path(spec.origin or next(iter(spec.submodule_search_locations or []), "?")).absolute().parent
-    winner = winner.parent if spec.origin else winner
-    if not _same(winner, site):
-        return Report(str(site), ROLLED_BACK, findings=[f"another vllm comes first on the path: {winner}"])
+    # Where a regular package begins, or the folders of a package without __init__.py.
+    found = [Path(spec.origin)] if spec.origin else [Path(folder) for folder in spec.submodule_search_locations or ()]
+    ours = site / "vllm" / "__init__.py" if spec.origin else site / "vllm"
+    if strangers := [path for path in found if not _same(path, ours)]:
+        place = strangers[0] if strangers[0].name != "__init__.py" else strangers[0].parents[1]
+        return Report(str(site), ROLLED_BACK, findings=[f"another vllm comes first on the path: {place}"])
     return check_site(site, deep=deep, expect=expect)
 
 
 def find_site(folder: Path) -> Path:
-    """The site-packages folder that holds vllm: `folder` itself, or the one of the environment `folder`."""
+    """The site-packages folder with vllm: the only one of the environment `folder`, or `folder` itself."""
     candidates = [
         folder,
         *sorted(folder.glob("lib*/python*/site-packages")),
         *sorted(folder.glob("lib/python*/dist-packages")),
     ]
-    return next((path for path in candidates if (path / "vllm").is_dir() or (path / manifest.NAME).is_file()), folder)
+    found = [path for path in candidates if (path / "vllm").is_dir() or (path / manifest.NAME).is_file()]
+    places = {path.resolve(): path for path in reversed(found)}  # lib64 is a link to lib
+    return next(iter(places.values())) if len(places) == 1 else folder
 
 
 def check_site(site: Path, *, deep: bool = False, expect: str | None = None) -> Report:
@@ -94,7 +100,9 @@ def check_site(site: Path, *, deep: bool = False, expect: str | None = None) -> 
     try:
         installed = _installed(site)
         if not (site / "vllm").is_dir() and not installed:
-            return Report(where, UNKNOWN, findings=["no vllm here; give a site-packages folder or an environment"])
+            return Report(
+                where, UNKNOWN, findings=["no vllm here, or for several Pythons; give its site-packages folder"]
+            )
         try:
             found = manifest.read(site)
         except (FileNotFoundError, NotADirectoryError):
@@ -138,15 +146,16 @@ def _compare(site: Path, found: Manifest, installed: list[str], deep: bool, expe
         path = site / name
         is_python = name.endswith(".py")
         try:
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
+                edited.append(f"{name}: changed, it is no file")
+                continue
             data = path.read_bytes() if is_python else None
-            actual = len(data) if data is not None else path.stat().st_size
+            actual = len(data) if data is not None else status.st_size
         except (FileNotFoundError, NotADirectoryError):
             missing.append(f"{name}: missing")
             continue
-        except IsADirectoryError:
-            edited.append(f"{name}: a folder")
-            continue
-        if actual != size or not (_hash(data, path) == digest if is_python or deep else path.is_file()):
+        if actual != size or not (not (is_python or deep) or _hash(data, path) == digest):
             edited.append(f"{name}: changed")
         elif data is not None:
             edited += _bad_caches(site, path, name, data, deep or name in found.changed, listings)
@@ -201,19 +210,9 @@ def _without_manifest(where: str, installed: list[str]) -> Report:
 
 
 def _installed(site: Path) -> list[str]:
-    """The versions of vllm whose dist-info folders lie in `site`."""
-    versions = []
-    for folder in sorted(site.glob("vllm-*.dist-info")):
-        match = re.search(r"^Version: (\S+)", _text(folder / "METADATA"), re.MULTILINE)
-        versions.append(match[1] if match else folder.name.removeprefix("vllm-").removesuffix(".dist-info"))
-    return versions
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text("utf-8", "replace")
-    except FileNotFoundError:
-        return ""
+    """The versions of vllm that are installed in `site`, as importlib sees them."""
+    found = importlib.metadata.distributions(path=[str(site)])
+    return sorted(one.version for one in found if re.sub(r"[-_.]+", "-", one.metadata["Name"] or "").lower() == "vllm")
 
 
 def _hash(data: bytes | None, path: Path) -> str:

@@ -231,6 +231,44 @@ def test_bad_input_is_one_line_and_leaves_nothing(toy: Toy, name: str) -> None:
     assert not list(toy.cache.glob("sha256/*.download"))
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (f'file = "{WHEEL}"', 'file = "/etc/passwd"'),
+        (f'file = "{WHEEL}"', f'file = "../../{WHEEL}"'),
+        ('file = "toy.txt"', 'file = "../../../etc/passwd"'),
+        ('label = "ndt.1"', 'label = "../x"'),
+        ('sha256 = "', 'sha256 = "../'),
+        ("source_date_epoch = 1786406401", 'source_date_epoch = "x"'),
+        ("source_date_epoch = 1786406401", "source_date_epoch = 99999999999999999"),
+        ("size = ", "size = -"),
+    ],
+)
+def test_lock_with_a_foolish_value_is_refused(toy: Toy, old: str, new: str) -> None:
+    """Names of the lock become paths, which must stay where they belong."""
+    lock = toy.root / "VERSIONS.lock"
+    assert old in lock.read_text()
+    lock.write_text(lock.read_text().replace(old, new))
+    before = sorted(toy.root.parent.rglob("*"))
+    assert_one_line(toy.run(), 3, "VERSIONS.lock")
+    assert sorted(toy.root.parent.rglob("*")) == before
+
+
+@pytest.mark.parametrize("pinned", ["", "0" * 64])
+def test_pinned_hash_of_the_wheel_cannot_be_left_out(toy: Toy, pinned: str) -> None:
+    lock = toy.root / "VERSIONS.lock"
+    head, mark, tail = lock.read_text().rpartition('sha256 = "')
+    lock.write_text(head + mark + pinned + tail[64:])
+    assert_one_line(toy.run(), 3)
+    assert leftovers(toy.dist) == []
+
+
+def test_starts_in_pythons_safe_modes(toy: Toy) -> None:
+    for flags in (["-I"], ["-P"] if sys.version_info >= (3, 11) else []):
+        command = [sys.executable, *flags, str(toy.root / "build.py"), "--help"]
+        assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
 def test_other_hash_is_said_with_both_hashes(toy: Toy) -> None:
     pinned = sha256_of(toy.index / WHEEL)
     _other_wheel(toy)
@@ -329,10 +367,10 @@ def test_killed_writer_leaves_nothing_under_the_final_name(toy: Toy, built: Toy)
     toy.dist.mkdir()
     dead = toy.dist / f".{BUILT}.dead.part"
     dead.write_bytes((built.dist / BUILT).read_bytes()[:100])
-    os.utime(dead, (0, 0))
     alive = toy.dist / f".{BUILT}.alive.part"
     with alive.open("wb") as file:
-        os.utime(alive, (0, 0))
+        file.write(b"half")
+        file.flush()
         fcntl.flock(file, fcntl.LOCK_EX)
         assert toy.run().returncode == 0
         assert alive.exists()

@@ -179,12 +179,47 @@ def test_stock_in_front_is_rolled_back(site: Site, tmp_path: Path) -> None:
     assert str(front) in text
 
 
+@pytest.mark.parametrize("name", ["vllm.py", "vllm/sub.py", "vllm/__init__.py"])
+def test_any_module_of_the_name_in_front_is_rolled_back(site: Site, name: str) -> None:
+    """Also a plain file one folder below the site, and a package without __init__.py."""
+    path = site.packages / "front" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("print('another')\n")
+    answer = site.inside(path=str(site.packages / "front"))
+    if name == "vllm/sub.py":  # a folder without __init__.py loses to a package further back
+        assert said(answer) == (0, "patched")
+    else:
+        assert said(answer) == (2, "rolled back")
+        assert "front" in answer[1]
+
+
+@pytest.mark.parametrize("name", ["vllm-0.30.0.egg-info/PKG-INFO", "VLLM-0.1.0.dist-info/METADATA"])
+def test_second_installation_is_seen_under_any_spelling(site: Site, name: str) -> None:
+    path = site.packages / name
+    path.parent.mkdir()
+    path.write_text(f"Metadata-Version: 2.1\nName: VLLM\nVersion: {name.split('-')[1][:6]}\n")
+    assert "two installations" in site.inside()[1]
+
+
+def test_several_pythons_are_not_judged_by_the_first(site: Site) -> None:
+    other = site.folder / "lib" / "python3.99" / "site-packages" / "vllm"
+    other.mkdir(parents=True)
+    assert site.outside()[0] == 3
+    assert site.outside(site=site.packages)[0] == 0
+
+
+def test_pipe_in_place_of_a_file_is_not_waited_for(site: Site) -> None:
+    (site.packages / "vllm" / "cli.py").unlink()
+    os.mkfifo(site.packages / "vllm" / "cli.py")
+    assert said(site.inside()) == (1, "edited")
+
+
 def test_stock_unpacked_over_it_by_hand_is_found(site: Site) -> None:
     shutil.unpack_archive(site.toy.index / WHEEL, site.packages, "zip")
     status, text = site.inside()
     assert status == 1
     assert "vllm/lines.py: changed" in text
-    assert "two installations of vllm: 0.27.1+ndt.1, 0.27.1" in text
+    assert "two installations of vllm: 0.27.1, 0.27.1+ndt.1" in text
 
 
 @pytest.mark.parametrize("name", ["vllm/lines.py", "vllm/cli.py", "vllm/_version.py", "vllm_ndt/cli.py"])
