@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from vllm_ndt import settings
+from vllm_ndt.encoder_sizing import Demand, at_risk, demand
 
 
 class Budget(Protocol):
@@ -16,7 +17,7 @@ class Budget(Protocol):
     max_model_len: int
     max_num_reqs: int
     mm_max_toks_per_item: Mapping[str, int]
-    mm_max_items_per_prompt: Mapping[str, int]
+    mm_limits: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,21 @@ class Plan:
     level: int = logging.INFO
 
 
-def plan(environ: Mapping[str, str], budget: Budget | None, encoder_decoder: bool) -> Plan:
+@dataclass(frozen=True)
+class Engine:
+    """What decides on the size beside the budget.
+
+    `decided`: what the workers made of `auto`, None if they were not asked; `block`: the tokens of a block at whose
+    ends recurrent states are cached, None if none are; `look_ahead`: whether a drafter reads one token ahead.
+    """
+
+    encoder_decoder: bool = False
+    decided: int | None = None
+    block: int | None = None
+    look_ahead: bool = False
+
+
+def plan(environ: Mapping[str, str], budget: Budget | None, engine: Engine) -> Plan:
     """The larger of upstream's size and VLLM_NDT_ENCODER_CACHE_TOKENS; `budget` is None for a text-only model.
 
     Encoder-decoder models, text-only models and those whose modalities are all disabled keep upstream's size.
@@ -36,46 +51,52 @@ def plan(environ: Mapping[str, str], budget: Budget | None, encoder_decoder: boo
     """
     asked = settings.encoder_cache_tokens(environ)
     upstream = budget.encoder_cache_size if budget else 0
-    if encoder_decoder:
+    if engine.encoder_decoder:
         return Plan(upstream, _ignored(asked, "an encoder-decoder model does not use this cache"))
     if budget is None or upstream == 0:
         return Plan(upstream, _ignored(asked, "the model takes no multimodal input, or all of it is disabled"))
-    size = max(upstream, asked or 0)
-    room, level = _room(size, budget)
-    return Plan(size, f"Encoder cache: {size} embeddings{_origin(asked, upstream)}{room}", level)
+    least = engine.decided if asked == settings.AUTO else asked
+    size = max(upstream, int(least or 0))
+    wants = demand(budget.mm_max_toks_per_item, budget.mm_limits, budget.max_num_reqs, budget.max_model_len)
+    head = f"Encoder cache: {size} embeddings{_origin(asked, engine.decided, upstream)}"
+    if wants is None:
+        # precomputed embeddings only: upstream knows no size of an item for them
+        return Plan(size, head)
+    risky = at_risk(size, wants.total, wants.largest, engine.block, engine.look_ahead)
+    return Plan(size, f"{head}{_room(size, wants, risky)}", logging.WARNING if risky else logging.INFO)
 
 
-def _ignored(asked: int | None, why: str) -> str:
+def _ignored(asked: int | str | None, why: str) -> str:
     return "" if asked is None else f"{settings.ENCODER_CACHE_TOKENS}={asked} is ignored: {why}"
 
 
-def _origin(asked: int | None, upstream: int) -> str:
+def _origin(asked: int | str | None, decided: int | None, upstream: int) -> str:
     if asked is None or asked == upstream:
         return ""
-    if asked < upstream:
+    if asked == settings.AUTO and decided is None:
+        return f" (upstream's size, which is kept: no worker decided on {settings.ENCODER_CACHE_TOKENS}=auto)"
+    size = decided if decided is not None else int(asked)
+    if size < upstream:
         return f" (upstream's size, which is kept: {settings.ENCODER_CACHE_TOKENS}={asked} is less)"
-    return f" (upstream's size is {upstream}, raised by {settings.ENCODER_CACHE_TOKENS})"
+    return f" (upstream's size is {upstream}, raised by {settings.ENCODER_CACHE_TOKENS}={asked})"
 
 
-def _room(size: int, budget: Budget) -> tuple[str, int]:
-    """How many of the largest items fit, and whether a full batch can ask for more; with the log level."""
-    sizes = {modality: tokens for modality, tokens in budget.mm_max_toks_per_item.items() if tokens > 0}
-    if not sizes:
-        # precomputed embeddings only: upstream gives no items a prompt for them
-        return "", logging.INFO
-    order = sorted(sizes, key=lambda modality: (-sizes[modality], modality))
-    largest = sizes[order[0]]
-    fit = f"; {size // largest} of the largest items fit ({order[0]}, {largest} embeddings)"
-
-    # A prompt may hold every modality at once, so their shares add up, but to no more than a prompt is long.
-    counts = {modality: budget.mm_max_items_per_prompt[modality] for modality in order}
-    in_prompt = sum(count * sizes[modality] for modality, count in counts.items())
-    if len(order) > 1:
-        in_prompt = min(in_prompt, max(budget.max_model_len, largest))
-    needed = budget.max_num_reqs * in_prompt
-    items = " + ".join(f"{count} {modality}" for modality, count in counts.items())
-    demand = f"{budget.max_num_reqs} requests of up to {items} items need {needed} embeddings"
-    if needed <= size:
-        return f"{fit}; {demand}, which fit", logging.INFO
-    advice = f"lower max_num_seqs or limit_mm_per_prompt, or raise {settings.ENCODER_CACHE_TOKENS}"
-    return f"{fit}; {demand}, which do not fit, so requests may wait for each other: {advice}", logging.WARNING
+def _room(size: int, wants: Demand, risky: bool) -> str:
+    """How many of the largest items fit, and whether a full batch can ask for more."""
+    modality, largest = next(iter(wants.sizes.items()))
+    items = " + ".join(f"{count} {name}" for name, count in wants.items.items())
+    if wants.assumed:
+        items += f" (assumed: no limit is set for {' and '.join(wants.assumed)})"
+    text = (
+        f"; {size // largest} of the largest items fit ({modality}, {largest} embeddings); {wants.slots} requests of "
+        f"up to {items} items need {wants.total} embeddings, "
+    )
+    if wants.total <= size:
+        return text + "which fit"
+    text += "which do not fit, so that requests may wait for space"
+    if not risky:
+        return text
+    return (
+        f"{text}; stock vLLM can stand still with these settings, and this build is slower than it could be: set "
+        f"{settings.ENCODER_CACHE_TOKENS}=auto, or lower max_num_seqs or limit_mm_per_prompt"
+    )

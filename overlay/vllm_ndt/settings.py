@@ -8,6 +8,8 @@ ENCODER_CACHE_TOKENS = "VLLM_NDT_ENCODER_CACHE_TOKENS"
 NAN_GUARD = "VLLM_NDT_NAN_GUARD"
 USAGE_STATS = "VLLM_NDT_USAGE_STATS"
 
+AUTO = "auto"
+
 
 class SettingError(Exception):
     """A variable holds a value that is not allowed; the message names variable, value and what is allowed.
@@ -19,17 +21,21 @@ class SettingError(Exception):
         super().__init__(f"{name}: expected {allowed}, found {value!r}; correct the variable or unset it")
 
 
-def encoder_cache_tokens(environ: Mapping[str, str]) -> int | None:
-    """The encoder cache's least size in embeddings, or None if the variable is unset.
+def encoder_cache_tokens(environ: Mapping[str, str]) -> int | str | None:
+    """The encoder cache's least size in embeddings, AUTO (in any case), or None if the variable is unset.
 
-    Raises SettingError unless the value is a whole number from 1 up, of 15 digits at most (int() itself refuses
-    thousands of them with another error); spaces around it are ignored.
+    Raises SettingError unless the value is AUTO or a whole number from 1 up, of 15 digits at most (int() itself
+    refuses thousands of them with another error); spaces around it are ignored.
     """
     value = environ.get(ENCODER_CACHE_TOKENS)
     if value is None:
         return None
+    if value.strip().lower() == AUTO:
+        return AUTO
     if not re.fullmatch(r"[0-9]{1,15}", value.strip()) or int(value) < 1:
-        raise SettingError(ENCODER_CACHE_TOKENS, value, "a whole number of embeddings from 1 up (15 digits at most)")
+        raise SettingError(
+            ENCODER_CACHE_TOKENS, value, "a whole number of embeddings from 1 up (15 digits at most), or auto"
+        )
     return int(value)
 
 

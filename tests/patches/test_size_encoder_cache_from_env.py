@@ -113,14 +113,14 @@ def test_unset_keeps_upstreams_size_and_says_what_fits(config, lines):
     assert level == logging.WARNING
     assert "Encoder cache: 4096 embeddings; 2 of the largest items fit (image, 2048 embeddings)" in text
     assert "8 requests of up to 4 image items need 65536 embeddings, which do not fit" in text
-    assert "lower max_num_seqs or limit_mm_per_prompt" in text
+    assert "stock vLLM can stand still" in text and "lower max_num_seqs or limit_mm_per_prompt" in text
 
 
 def test_the_line_names_both_sizes_and_the_variable(monkeypatch, config, lines):
     monkeypatch.setenv(VARIABLE, "65535")
     _, [(level, text)] = lines(config)
     assert level == logging.WARNING
-    assert f"65535 embeddings (upstream's size is 4096, raised by {VARIABLE}); 31 of the largest" in text
+    assert f"65535 embeddings (upstream's size is 4096, raised by {VARIABLE}=65535); 31 of the largest" in text
 
     monkeypatch.setenv(VARIABLE, "65536")
     _, [(level, text)] = lines(config)
@@ -135,7 +135,7 @@ def test_a_smaller_value_keeps_upstreams_size_and_says_so(monkeypatch, config, l
     assert f"4096 embeddings (upstream's size, which is kept: {VARIABLE}=1000 is less)" in text
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "1e4", "1_000", "", " ", "AUTO", "4096.0", "٣", "9" * 5000])
+@pytest.mark.parametrize("value", ["0", "-1", "1e4", "1_000", "", " ", "automatic", "4096.0", "٣", "9" * 5000])
 def test_a_bad_value_stops_the_scheduler(monkeypatch, config, value):
     monkeypatch.setenv(VARIABLE, value)
     error = None
@@ -144,7 +144,7 @@ def test_a_bad_value_stops_the_scheduler(monkeypatch, config, value):
     except Exception as found:
         error = found
     assert type(error).__name__ == "SettingError"
-    for part in (VARIABLE, repr(value), "a whole number of embeddings from 1 up"):
+    for part in (VARIABLE, repr(value), "a whole number of embeddings from 1 up", "or auto"):
         assert part in str(error)
 
 
@@ -161,10 +161,39 @@ def test_prompts_that_mix_modalities_count_together(monkeypatch, vision, lines):
     assert level == logging.INFO
 
 
+def test_without_a_limit_four_items_are_assumed(vision, lines):
+    """Upstream's limit of 999 would need a cache that nobody has."""
+    _, [(_, text)] = lines(tiny_models.engine_config(vision, max_model_len=65_536))
+    assert "up to 4 image + 4 video (assumed: no limit is set for image and video) items need 98304" in text
+
+
 def test_a_prompt_needs_no_more_than_its_length(vision, lines):
-    """With upstream's limit of 999 items each, images and videos together would count a prompt twice."""
-    _, [(_, text)] = lines(tiny_models.engine_config(vision, max_model_len=16_384))
+    """Images and videos together would count a prompt twice."""
+    limits = {"image": 16, "video": 16}
+    _, [(_, text)] = lines(tiny_models.engine_config(vision, max_model_len=16_384, limit_mm_per_prompt=limits))
     assert "8 requests of up to 8 image + 16 video items need 131072 embeddings" in text
+
+
+def test_only_what_stock_can_stand_still_with_is_a_warning(vision, lines):
+    """Without prefix caching no chunk must end at a state's block: requests wait, and go on."""
+    limits = {"image": 4, "video": 0}
+    _, [(level, text)] = lines(
+        tiny_models.engine_config(vision, limit_mm_per_prompt=limits, enable_prefix_caching=False)
+    )
+    assert level == logging.INFO and text.endswith("so that requests may wait for space")
+
+
+@pytest.mark.parametrize("value", ["auto", " AUTO "])
+def test_auto_takes_what_the_workers_decided(monkeypatch, vision, lines, value):
+    monkeypatch.setenv(VARIABLE, value)
+    config = tiny_models.engine_config(vision, limit_mm_per_prompt={"image": 4, "video": 0})
+    scheduler, [(_, text)] = lines(config)
+    assert scheduler.encoder_cache_manager.cache_size == UPSTREAM
+    assert f"no worker decided on {VARIABLE}=auto" in text
+    config.ndt_encoder_cache_tokens = 20_000
+    scheduler, [(_, text)] = lines(config)
+    assert scheduler.encoder_cache_manager.cache_size == 20_000
+    assert f"20000 embeddings (upstream's size is 4096, raised by {VARIABLE}=auto)" in text
 
 
 @pytest.mark.parametrize("value", [None, "32768"])
@@ -204,4 +233,4 @@ def test_precomputed_embeddings_alone_get_the_size_without_items(monkeypatch, vi
     config = tiny_models.engine_config(vision, limit_mm_per_prompt=limits, enable_mm_embeds=True)
     scheduler, [(level, text)] = lines(config)
     assert scheduler.encoder_cache_manager.cache_size == 32_768
-    assert level == logging.INFO and text.endswith(f"raised by {VARIABLE})")
+    assert level == logging.INFO and text.endswith(f"raised by {VARIABLE}=32768)")
