@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 PATCH_TESTS = Path(__file__).parent / "patches"
-LOADS = 400
+LOADS = 250
 
 
 def schedules(tree: str, home: Path) -> dict[int, dict]:

@@ -100,3 +100,19 @@ def _room(size: int, wants: Demand, risky: bool) -> str:
         f"{text}; stock vLLM can stand still with these settings, and this build is slower than it could be: set "
         f"{settings.ENCODER_CACHE_TOKENS}=auto, or lower max_num_seqs or limit_mm_per_prompt"
     )
+
+
+def unsafe_budget(block: int | None, slots: int, tokens_each: int, budget: int) -> str:
+    """A line for the log if decoding requests can keep a prompt from starting; empty if they cannot.
+
+    Where recurrent states are cached at the ends of `block` tokens (None: they are not), a chunk shorter than a block
+    is not scheduled, and `slots` requests that decode `tokens_each` tokens leave that little of `budget`. That is
+    upstream's rule, for text as well (vllm-project/vllm#45414).
+    """
+    if block is None or block > budget or block + slots * tokens_each <= budget:
+        return ""
+    return (
+        f"A prompt may have to wait for as long as others decode: a block of {block} tokens and {slots} requests of "
+        f"{tokens_each} need {block + slots * tokens_each} tokens a step, and there are {budget}: raise "
+        "max_num_batched_tokens or lower max_num_seqs"
+    )

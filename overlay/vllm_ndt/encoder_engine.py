@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from vllm_ndt.encoder_cache import Engine
+from vllm_ndt.encoder_cache import Engine, unsafe_budget
 from vllm_ndt.encoder_memory import DECIDED
 
 
@@ -15,4 +15,15 @@ def engine_of(vllm_config: Any) -> Engine:
         decided=getattr(vllm_config, DECIDED, None),
         block=cache.block_size if cache.mamba_cache_mode == "align" else None,
         look_ahead=drafter is not None and drafter.use_eagle(),
+    )
+
+
+def budget_warning(vllm_config: Any) -> str:
+    """See encoder_cache.unsafe_budget; empty if nothing is to be said."""
+    scheduling = vllm_config.scheduler_config
+    return unsafe_budget(
+        engine_of(vllm_config).block,
+        scheduling.max_num_seqs,
+        1 + vllm_config.num_speculative_tokens,
+        scheduling.max_num_scheduled_tokens or scheduling.max_num_batched_tokens,
     )

@@ -21,6 +21,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import Request
 
+from vllm_ndt.encoder_engine import budget_warning
 from vllm_ndt.encoder_manager import Manager, Refusal
 
 # vLLM sets up the logger "vllm" and what is below it; a name of our own would log nothing
@@ -35,6 +36,7 @@ Found = tuple[list[int], int, int, list[int]]
 class Scheduler(Protocol):
     """What is used of upstream's Scheduler."""
 
+    vllm_config: Any
     encoder_cache_manager: Any
     max_num_encoder_input_tokens: int
     policy: SchedulingPolicy
@@ -73,6 +75,8 @@ class EncoderProgress:
         self._marks: dict[str, tuple[int, int]] = {}
         self._logged = -LOG_SECONDS
         self._logged_preemptions = 0
+        if text := budget_warning(scheduler.vllm_config):
+            logger.warning("%s", text)
 
     def start_step(self) -> None:
         """Open the door."""
@@ -140,9 +144,9 @@ class EncoderProgress:
 
     def end_step(self, num_scheduled_tokens: int) -> None:
         """Count empty steps, and preempt one request if all stand still for want of space."""
-        if num_scheduled_tokens:
+        if num_scheduled_tokens or not self.scheduler.get_num_unfinished_requests():
             self.empty_steps = 0
-        elif self.scheduler.get_num_unfinished_requests() and not self._in_flight():
+        elif not self._in_flight():
             self.empty_steps += 1
         if self.manager and self._blocked and not num_scheduled_tokens and not self._in_flight():
             self._make_room(self.manager, self._blocked)

@@ -35,11 +35,28 @@ def strace() -> str:
 
 @pytest.fixture(scope="session")
 def text_model(stock: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen2 without weights, made in an environment that has upstream's tokenizers."""
-    folder = tmp_path_factory.mktemp("model")
-    code = "import pathlib, sys, tiny_models; tiny_models.write_text_model(pathlib.Path(sys.argv[1]))"
+    """A tiny Qwen2 without weights."""
+    return _model("text", stock, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def vision_model(stock: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny hybrid with images of 2,048 and videos of 1,024 embeddings at most."""
+    return _model("hybrid_vision", stock, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def deepstack_model(stock: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny dense Qwen3-VL, whose embeddings carry three more vectors."""
+    return _model("dense_vision", stock, tmp_path_factory)
+
+
+def _model(kind: str, python: Path, folders: pytest.TempPathFactory) -> Path:
+    """A model of tiny_models, made in an environment that has upstream's tokenizers."""
+    folder = folders.mktemp(kind)
+    code = f"import pathlib, sys, tiny_models; tiny_models.write_{kind}_model(pathlib.Path(sys.argv[1]))"
     settings = environment(folder, PYTHONPATH=str(PATCH_TESTS))
-    subprocess.run([str(stock), "-c", code, str(folder)], check=True, env=settings)
+    subprocess.run([str(python), "-c", code, str(folder)], check=True, env=settings)
     return folder
 
 

@@ -329,6 +329,28 @@ def test_the_backstop_logs_once_a_minute(deadlock, monkeypatch):
     assert lines[1].endswith("2 such preemptions since the last line")
 
 
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        (Engine(block=2048, budget=2048, slots=1), "2048 tokens and 1 requests of 1 need 2049 tokens a step"),
+        (Engine(block=1600, budget=2048, slots=512), "1600 tokens and 512 requests of 1 need 2112 tokens a step"),
+        (Engine(block=1600, budget=2048, slots=448), None),
+        (Engine(block=2096, budget=2048, slots=512), None),
+        (Engine(block=1600, budget=2048, slots=512, prefix_caching=False), None),
+        (Engine(block=1600, budget=2048, slots=512, hybrid=False), None),
+        (Engine(block=1600, budget=2048, slots=256, drafter=True), "256 requests of 2 need 2112"),
+    ],
+)
+def test_a_budget_that_keeps_prompts_from_starting_is_named(configs, engine, said):
+    with recorded("vllm.ndt.encoder_progress") as lines:
+        loads.make_scheduler(configs[engine.drafter], engine)
+    if said is None:
+        assert lines == []
+    else:
+        [line] = lines
+        assert said in line and "raise max_num_batched_tokens or lower max_num_seqs" in line
+
+
 def test_empty_steps_are_counted_only_with_work(deadlock, configs):
     scheduler = deadlock()
     for step in range(1, 3):

@@ -128,6 +128,18 @@ def write_hybrid_vision_model(folder: Path) -> Path:
     return _write(folder, "config.json", config)
 
 
+def write_dense_vision_model(folder: Path) -> Path:
+    """The same as a dense Qwen3-VL, which any CPU serves; its embeddings carry three more vectors (deepstack)."""
+    write_hybrid_vision_model(folder)
+    config = json.loads((folder / "config.json").read_text())
+    text = {name: value for name, value in config["text_config"].items() if not name.startswith("linear_")}
+    del text["layer_types"]
+    config |= {"architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl"}
+    config["text_config"] = text | {"model_type": "qwen3_vl_text"}
+    config["vision_config"] |= {"model_type": "qwen3_vl", "depth": 4, "deepstack_visual_indexes": [0, 1, 2]}
+    return _write(folder, "config.json", config)
+
+
 def write_encoder_decoder_model(folder: Path) -> Path:
     """A Whisper with one layer on each side; returns `folder`."""
     _write_tokenizer(folder, "{% for m in messages %}{{ m['content'] }}\n{% endfor %}")
