@@ -78,6 +78,8 @@ def _origin(asked: int | str | None, decided: int | None, upstream: int) -> str:
     size = decided if decided is not None else int(asked)
     if size < upstream:
         return f" (upstream's size, which is kept: {settings.ENCODER_CACHE_TOKENS}={asked} is less)"
+    if size == upstream:
+        return f" (upstream's size, on which {settings.ENCODER_CACHE_TOKENS}={asked} decided)"
     return f" (upstream's size is {upstream}, raised by {settings.ENCODER_CACHE_TOKENS}={asked})"
 
 

@@ -7,13 +7,20 @@ from vllm_ndt.encoder_cache import Engine, unsafe_budget
 from vllm_ndt.encoder_memory import DECIDED
 
 
+def states_cached(vllm_config: Any) -> bool:
+    """Whether recurrent states are cached at the ends of blocks: the model has such layers, and the mode is "align"."""
+    model = vllm_config.model_config
+    recurrent = model.is_hybrid or model.is_attention_free
+    return bool(recurrent and vllm_config.cache_config.mamba_cache_mode == "align")
+
+
 def engine_of(vllm_config: Any) -> Engine:
     """The parts of upstream's VllmConfig that decide on the encoder cache's size and risk."""
-    cache, drafter = vllm_config.cache_config, vllm_config.speculative_config
+    drafter = vllm_config.speculative_config
     return Engine(
         encoder_decoder=vllm_config.model_config.is_encoder_decoder,
         decided=getattr(vllm_config, DECIDED, None),
-        block=cache.block_size if cache.mamba_cache_mode == "align" else None,
+        block=vllm_config.cache_config.block_size if states_cached(vllm_config) else None,
         look_ahead=drafter is not None and drafter.use_eagle(),
     )
 

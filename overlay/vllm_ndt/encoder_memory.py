@@ -48,7 +48,7 @@ def reserve(worker: Any, kv_bytes: int, explicit: int | None = None) -> int:
 
     `kv_bytes`: what the KV cache would get otherwise. `explicit`: the KV size that the operator gave, which is kept:
     then nothing is taken off, and a warning says what may be short. What upstream profiles is not counted again.
-    Raises settings.SettingError for a number of embeddings that the KV cache's memory cannot give.
+    Raises settings.SettingError for a number of embeddings that the KV cache's memory cannot give, unless `explicit`.
     """
     setattr(worker, DECIDED, None)
     asked = settings.encoder_cache_tokens(os.environ)
@@ -67,18 +67,27 @@ def reserve(worker: Any, kv_bytes: int, explicit: int | None = None) -> int:
         size, why = max(int(asked or 0), upstream), f"{settings.ENCODER_CACHE_TOKENS}={asked}"
     # the outputs of the profiling run are in upstream's figures already
     bytes_beside = max(0, size - profile.rows) * profile.width if size > upstream or not profile.rows else 0
-    if bytes_beside >= kv_bytes:
-        most = upstream + max(0, kv_bytes - 1) // profile.width
+    if asked != settings.AUTO and not explicit and bytes_beside >= kv_bytes:
         raise settings.SettingError(
             settings.ENCODER_CACHE_TOKENS,
             str(asked),
             f"less than the KV cache's memory, {kv_bytes / GIB:.2f} GiB (an embedding takes {profile.width} bytes, "
-            f"so below {most})",
+            f"so at most {profile.rows + (kv_bytes - 1) // profile.width})",
         )
     setattr(worker, DECIDED, size)
     if worker.rank == 0:
         _log(size, why, profile, bytes_beside, explicit)
     return 0 if explicit else bytes_beside
+
+
+def plan_key(vllm_config: Any) -> list[Any]:
+    """What decides on the reservation beside upstream's hash of the configuration: for the startup plan's key."""
+    limits = vllm_config.model_config.multimodal_config
+    return [
+        os.environ.get(settings.ENCODER_CACHE_TOKENS),
+        vllm_config.scheduler_config.max_num_seqs,
+        repr(limits and limits.limit_per_prompt),
+    ]
 
 
 def agree(executor: Any, vllm_config: Any) -> None:

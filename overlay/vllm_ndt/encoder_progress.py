@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scheduling of encoder inputs that never stands still.
 
-Upstream's schedule is kept wherever it gives a request tokens. Where a request would get none because its next item
-has no place in the encoder cache, four rules of this module apply:
+Upstream's schedule is kept as long as it gives tokens to each request whose items it looks at. Where a request would
+get none because its next item has no place in the encoder cache, four rules of this module apply:
 
-- who gets no token holds nothing: it gives its references back and asks once more (`schedule_inputs`);
+- who gets no token for want of a place holds nothing: it gives its references back and asks once more
+  (`schedule_inputs`);
 - the drafter's look-ahead cannot end a chunk before it begins: the model runners draft from the token's embedding
   where an item is missing (`schedule_inputs`);
 - requests behind the one that waits for space take no more of it (Manager.door_open), so none is starved;
@@ -97,10 +98,15 @@ class EncoderProgress:
         found = self._ask(request, computed, wanted, compute_budget, look_ahead)
         if look_ahead and not found[1]:
             found = self._ask(request, computed, wanted, compute_budget, 0)
+        if not found[1] and self._over_budget_together(compute_budget):
+            inputs, tokens, _, loaded = self._ask(
+                request, computed, 1, self.scheduler.encoder_cache_manager.cache_size, 0
+            )
+            found = inputs, tokens, 0, loaded
         if not found[1]:
             self.give_back(request)
             if self.manager:
-                self._note_blocked(self.manager, request, compute_budget)
+                self._note_blocked(self.manager, request)
         return found
 
     def give_back(self, request: Request) -> None:
@@ -158,11 +164,24 @@ class EncoderProgress:
             request, computed, wanted, compute_budget, shift_computed_tokens=look_ahead
         )
 
-    def _note_blocked(self, manager: Manager, request: Request, compute_budget: int) -> None:
+    def _over_budget_together(self, compute_budget: int) -> bool:
+        """Whether items at one place, as sound inside a video, are within a whole step's budget one by one only.
+
+        Upstream never encodes them then. It encodes each kind as a batch of its own, so that no batch is above the
+        budget if they are encoded in one step.
+        """
+        limit = self.scheduler.max_num_encoder_input_tokens
+        manager = self.manager
+        if manager is None or manager.refusal is not Refusal.COMPUTE:
+            return False
+        return compute_budget >= limit and manager.refused <= limit
+
+    def _note_blocked(self, manager: Manager, request: Request) -> None:
         """Close the door behind a request that lacks space, and end one that lacks it with everything at its hands."""
-        whole_budget = compute_budget >= self.scheduler.max_num_encoder_input_tokens
-        whole_cache = not manager.pinned
-        hopeless = {Refusal.COMPUTE: whole_budget, Refusal.SPACE: whole_cache}
+        hopeless = {
+            Refusal.COMPUTE: manager.refused > self.scheduler.max_num_encoder_input_tokens,
+            Refusal.SPACE: not manager.pinned,
+        }
         if manager.refusal and hopeless.get(manager.refusal):
             self._end(request, manager)
         elif manager.refusal is Refusal.SPACE:
@@ -170,7 +189,15 @@ class EncoderProgress:
             manager.door_open = False
 
     def _make_room(self, manager: Manager, waits: Request) -> None:
-        """Everybody stands still, and somebody holds what `waits` needs: the least of them lets go."""
+        """Everybody stands still, and somebody holds what `waits` needs: the least of them lets go.
+
+        Whoever is not running gives back first; a session that waits for input may hold an item at its prompt's end.
+        """
+        idle = [r for r in self.scheduler.requests.values() if r not in self.scheduler.running and manager.pinned_by(r)]
+        for request in idle:
+            self.give_back(request)
+        if idle:
+            return
         by_priority = self.scheduler.policy == SchedulingPolicy.PRIORITY
         holders = [request for request in self.scheduler.running if manager.pinned_by(request)]
         holders.sort(
@@ -183,9 +210,7 @@ class EncoderProgress:
             self._end(holders[0], manager)
 
     def _may_preempt(self, request: Request) -> bool:
-        """Only if it is running, and came further since it was preempted here last."""
-        if request not in self.scheduler.running:
-            return False
+        """Only if it came further since it was preempted here last."""
         computed, tokens = self._marks.get(request.request_id, (-1, -1))
         return request.num_computed_tokens > computed or request.num_tokens > tokens
 

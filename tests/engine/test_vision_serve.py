@@ -3,6 +3,7 @@
 
 import base64
 import concurrent.futures
+import contextlib
 import os
 import random
 import re
@@ -26,23 +27,26 @@ TOKENS = 8192
 WIDTH = 4 * 128 * 2
 
 
-@pytest.fixture(scope="module")
-def server(patched: Path, deepstack_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("serve")
+@contextlib.contextmanager
+def serving(python: Path, model: Path, folder: Path, *flags: str, **settings: str) -> Iterator[Server]:
+    """`vllm serve` of an environment, with the flags that all vision tests share."""
     home = folder / "home"
     home.mkdir()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     served = Server(f"http://127.0.0.1:{port}", folder / "log", home, folder / "trace")
-    command = [str(patched.parent / "vllm"), "serve", str(deepstack_model), "--served-model-name", "tiny"]
+    command = [str(python.parent / "vllm"), "serve", str(model), "--served-model-name", "tiny"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--load-format", "dummy", "--enforce-eager"]
-    command += ["--max-model-len", "8192", "--max-num-seqs", "4", "--max-num-batched-tokens", "4096"]
-    command += ["--limit-mm-per-prompt", '{"image": 4, "video": 1}']
-    settings = environment(home, VLLM_NDT_ENCODER_CACHE_TOKENS=str(TOKENS), VLLM_CPU_KVCACHE_SPACE="1")
+    command += ["--max-num-batched-tokens", "4096", "--limit-mm-per-prompt", '{"image": 4, "video": 1}', *flags]
     with served.log.open("w") as log:
         run = subprocess.Popen(
-            command, env=settings, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, cwd=folder
+            command,
+            env=environment(home, **settings),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            cwd=folder,
         )
     try:
         wait_until_healthy(served, run)
@@ -52,9 +56,21 @@ def server(patched: Path, deepstack_model: Path, tmp_path_factory: pytest.TempPa
         run.wait()
 
 
+def client_of(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def server(patched: Path, deepstack_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = ["--max-model-len", "8192", "--max-num-seqs", "4"]
+    settings = {"VLLM_NDT_ENCODER_CACHE_TOKENS": str(TOKENS)}
+    with serving(patched, deepstack_model, tmp_path_factory.mktemp("serve"), *flags, **settings) as served:
+        yield served
+
+
 @pytest.fixture(scope="module")
 def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=300)
+    return client_of(server)
 
 
 def png(width: int, height: int, shade: int) -> str:

@@ -4,10 +4,10 @@
     python check_encoder_cache.py [--stock SITE] [NAME ...]
 
 Runs with the patched wheel; `--stock` names a folder with a stock vllm to import instead, for the control: it must
-stand still. A tiny Qwen3.5 with random weights serves batches of several images; greedy tokens with prefix caching
-on and off must agree, during the load and for requests that come after it with the same prefixes (a difference counts
-unless the two best tokens were as good as equal). With a larger cache the KV cache gets smaller by its bytes, and the
-bytes alive never exceed what was left free. Without names: all parts, each in a process of its own.
+stand still. A tiny Qwen3.5 with random weights serves batches of several images; answers with prefix caching on and off
+must agree but for rounding, during the load and for requests that come after it with the same prefixes. With a larger
+cache the KV cache gets smaller by its bytes, and the bytes alive never exceed what was left free. Without names: all
+parts, each in a process of its own, about ten minutes.
 
 Prints what it finds as it goes, then one JSON object. Exit status: 0 all held, 1 something did not, 2 bad usage.
 """
@@ -48,14 +48,14 @@ PARTS: dict[str, dict[str, Any]] = {
     "v2-auto": {"runner": "1", "tokens": "auto"},
     "v2-long": {"runner": "1", "batches": 200, "aborts": True},
 }
-BATCHES = 30
+BATCHES = 24
 PATIENCE = 200
-# two tokens whose log probabilities are that close are as good as equal
-TIE = 0.05
+# a run whose answers are further from the reference than this many times the rounding's noise is another model
+NEAR = 1.4
 
 
 def part(name: str) -> dict[str, Any]:
-    """Serve the load with the engine of a part; gives tokens, log probabilities and what was measured."""
+    """Serve the load with the engine of a part; gives the first tokens' log probabilities and what was measured."""
     settings = PARTS[name]
     import tiny_models
     import torch
@@ -124,9 +124,7 @@ def part(name: str) -> dict[str, Any]:
         pixels = torch.randint(0, 256, (44, 46, 3), generator=generator, dtype=torch.uint8).numpy()
         images.append(Image.fromarray(pixels).resize((1472, 1408)))
 
-    sampling = SamplingParams(max_tokens=6, temperature=0.0, logprobs=2, ignore_eos=True)
-    tokens: dict[str, list[int]] = {}
-    margins: dict[str, list[float]] = {}
+    sampling = SamplingParams(max_tokens=6, temperature=0.0, logprobs=1, ignore_eos=True)
     firsts: dict[str, float] = {}
 
     def serve(prompts: dict[str, tuple[str, list[int]]], aborted: str | None = None) -> bool:
@@ -142,10 +140,7 @@ def part(name: str) -> dict[str, Any]:
             for output in engine.step():
                 if output.finished:
                     [completion] = output.outputs
-                    tokens[output.request_id] = list(completion.token_ids)
-                    best = [sorted((p.logprob for p in step.values()), reverse=True) for step in completion.logprobs]
-                    margins[output.request_id] = [b[0] - b[1] for b in best]
-                    firsts[output.request_id] = best[0][0]
+                    firsts[output.request_id] = max(found.logprob for found in completion.logprobs[0].values())
             if empty["now"] >= PATIENCE:
                 return False
         return True
@@ -181,8 +176,6 @@ def part(name: str) -> dict[str, Any]:
     return found | {
         "empty_steps": empty["most"],
         "pinned_bytes": empty["pinned_bytes"],
-        "tokens": tokens,
-        "margins": margins,
         "firsts": firsts,
     }
 
@@ -231,16 +224,11 @@ def run_part(name: str, stock: str | None) -> dict[str, Any]:
     return result
 
 
-def differences(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Requests whose tokens differ where the reference (`other`) was not undecided; and how many were compared."""
-    bad, ties = [], 0
-    for request, tokens in one["tokens"].items():
-        reference = other["tokens"].get(request, [])
-        at = next((at for at, pair in enumerate(zip(tokens, reference, strict=False)) if pair[0] != pair[1]), None)
-        if at is not None and other["margins"][request][at] > TIE:
-            bad.append((request, at, round(other["margins"][request][at], 3)))
-        ties += at is not None
-    return {"compared": len(one["tokens"]), "differ": bad, "ties": ties - len(bad)}
+def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """How far two runs' first tokens are apart: the 90th percentile of the best log probabilities' differences."""
+    shared = one["firsts"].keys() & other["firsts"].keys()
+    apart = sorted(abs(one["firsts"][request] - other["firsts"][request]) for request in shared)
+    return apart[len(apart) * 9 // 10]
 
 
 def judge(results: dict[str, dict[str, Any]], stock: dict[str, Any] | None) -> list[str]:
@@ -261,14 +249,17 @@ def judge(results: dict[str, dict[str, Any]], stock: dict[str, Any] | None) -> l
         that(f"{name} finishes", found["stalled_at"] is None, (found["seconds"], found["empty_steps"]))
         that(f"{name} leaves nothing", not found.get("left") and found.get("entries_after_reset") == 0, "")
         that(f"{name} empty steps", found["empty_steps"] <= 3, found["empty_steps"])
-    pairs = [("v2", "v2-uncached"), ("v1", "v1-uncached"), ("v2-drafter", "v2-uncached"), ("v2-large", "v2-uncached")]
-    for one, other in pairs:
-        if one in good and other in good:
-            found = differences(good[one], good[other])
-            that(f"{one} and {other} answer alike", not found["differ"] and found["compared"] > 50, found)
-    if "v2-broken" in good and "v2-uncached" in good:
-        found = differences(good["v2-broken"], good["v2-uncached"])
-        that("states under another boundary would show", bool(found["differ"]), len(found["differ"]))
+    # Chunks of other sizes round otherwise. How much that is shows where no chunk is cut short before an item.
+    if "v2-large" in good and "v2-uncached" in good:
+        noise = distance(good["v2-large"], good["v2-uncached"])
+        for name in ("v2", "v1", "v2-drafter"):
+            reference = f"{name.partition('-')[0]}-uncached"
+            if name in good and reference in good:
+                found = distance(good[name], good[reference])
+                that(f"{name} answers as {reference} does", found <= NEAR * noise, (found, noise))
+        if "v2-broken" in good:
+            found = distance(good["v2-broken"], good["v2-uncached"])
+            that("states under another boundary would show", found > NEAR * noise, (found, noise))
     for name in ("v2-large", "v1-large", "v2-auto"):
         base = name.partition("-")[0]
         if name in good and base in good:
@@ -304,10 +295,7 @@ def main() -> int:
         Path(options.save).write_text(json.dumps(results))
     stock = run_part("v2", options.stock) if options.stock else None
     wrong = judge(results, stock)
-    short = {
-        name: {k: v for k, v in found.items() if k not in ("tokens", "margins", "firsts")}
-        for name, found in results.items()
-    }
+    short = {name: {k: v for k, v in found.items() if k != "firsts"} for name, found in results.items()}
     print(json.dumps({"wrong": wrong, "parts": short, "stock": stock and stock.get("stalled_at")}))
     return 1 if wrong else 0
 

@@ -233,7 +233,7 @@ class Worker:
                 if name not in output.num_scheduled_tokens:
                     raise Violation(f"{name} has encoder inputs and no tokens")
                 feature = self.scheduler.requests[name].mm_features[at]
-                self.items[feature.identifier] = feature.mm_position.length
+                self.items[feature.identifier] = feature.mm_position.get_num_embeds()
                 self.runs += 1
         if sum(self.items.values()) > self.scheduler.encoder_cache_manager.cache_size:
             raise Violation(f"{sum(self.items.values())} embeddings are alive")
@@ -261,8 +261,12 @@ class Worker:
     def _need_items(self, request: Any, start: int, end: int) -> None:
         for feature in request.mm_features:
             position = feature.mm_position
-            overlaps = position.offset < end and position.offset + position.length > start
-            if overlaps and feature.identifier not in self.items:
+            if position.offset >= end or position.offset + position.length <= start:
+                continue
+            first, last = position.get_embeds_indices_in_range(
+                max(start - position.offset, 0), min(end - position.offset, position.length)
+            )
+            if first < last and feature.identifier not in self.items:
                 raise Violation(f"{request.request_id} needs {feature.identifier} at {start} to {end}")
 
     def _prefix(self, request: Any, end: int) -> tuple[Any, ...]:

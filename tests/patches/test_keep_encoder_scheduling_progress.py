@@ -351,6 +351,57 @@ def test_a_budget_that_keeps_prompts_from_starting_is_named(configs, engine, sai
         assert said in line and "raise max_num_batched_tokens or lower max_num_seqs" in line
 
 
+def test_a_session_that_waits_for_input_lets_go(configs):
+    """With a drafter it keeps the item at its prompt's end, and it is not running, so nobody could preempt it."""
+    engine = Engine(block=16, hybrid=False, drafter=True)
+    scheduler = loads.make_scheduler(configs[True], engine)
+    first, second = prompts_of(["t40 i:a(3000)", "t40 i:b(3000) t5"])
+    session = loads.make_request(scheduler, first)
+    session.resumable, session.streaming_queue = True, None
+    scheduler.add_request(session)
+    worker = loads.Worker(scheduler, engine, {first.name: first, second.name: second})
+    finished = {}
+    for step in range(12):
+        if step == 4:
+            assert scheduler.encoder_cache_manager.pinned == 3000
+            scheduler.add_request(loads.make_request(scheduler, second))
+        output = scheduler.schedule()
+        made = worker.execute(output)()
+        for outputs in scheduler.update_from_output(output, made).values():
+            finished |= {one.request_id: str(one.finish_reason) for one in outputs.outputs if one.finish_reason}
+    assert finished["r1"] == "length"
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_items_at_one_place_are_encoded_whatever_the_prefix_cache_holds(configs, hybrid):
+    """Sound inside a video: 3,000 and 2,500 embeddings among the same placeholders, and 4,096 a step."""
+    import torch
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+    engine = Engine(block=16, hybrid=hybrid, cache=8192)
+    for size in (0, 48):
+        scheduler = loads.make_scheduler(configs[False], engine)
+        before = Prompt("before", (Text(48), Text(5, "other")))
+        assert loads.run(scheduler, engine, [before]).finished == {"before": "length"}
+        prompt = Prompt("both", (*((Text(48),) if size else ()), Item("video", 6000), Text(5)))
+        request = loads.make_request(scheduler, prompt)
+        turns = torch.arange(6000) % 12
+        request.mm_features = [
+            MultiModalFeatureSpec(None, kind, kind, PlaceholderRange(offset=size, length=6000, is_embed=mask))
+            for kind, mask in (("video", turns < 6), ("audio", turns >= 7))
+        ]
+        scheduler.add_request(request)
+        worker = loads.Worker(scheduler, engine, {"both": prompt})
+        finished, encoded = {}, set()
+        for _ in range(8):
+            output = scheduler.schedule()
+            encoded |= {at for inputs in output.scheduled_encoder_inputs.values() for at in inputs}
+            for outputs in scheduler.update_from_output(output, worker.execute(output)()).values():
+                finished |= {one.request_id: str(one.finish_reason) for one in outputs.outputs if one.finish_reason}
+        assert (finished, encoded) == ({"both": "length"}, {0, 1})
+        loads.check_end(scheduler)
+
+
 def test_empty_steps_are_counted_only_with_work(deadlock, configs):
     scheduler = deadlock()
     for step in range(1, 3):

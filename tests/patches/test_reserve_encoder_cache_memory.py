@@ -4,7 +4,9 @@
 Upstream's real CPU worker measures and decides here; the GPU's is in tests/gpu.
 """
 
+import copy
 import logging
+import re
 from types import SimpleNamespace
 from unittest import mock
 
@@ -152,6 +154,13 @@ def test_more_than_the_memory_stops_the_start(monkeypatch, worker):
         kv_bytes(worker())
     for part in (VARIABLE, str(GIB // WIDTH), "less than the KV cache's memory, 1.00 GiB"):
         assert part in str(error.value)
+    most = re.search(r"so at most ([0-9]+)", str(error.value))[1]
+    monkeypatch.setenv(VARIABLE, most)
+    assert kv_bytes(worker()) == WIDTH
+    monkeypatch.setenv(VARIABLE, str(int(most) + 1))
+    with pytest.raises(SettingError):
+        kv_bytes(worker())
+    assert kv_bytes(worker(given=GIB)) == GIB
 
 
 def test_the_startup_plan_is_another_with_another_cache(monkeypatch, config):
@@ -166,11 +175,17 @@ def test_the_startup_plan_is_another_with_another_cache(monkeypatch, config):
             if value:
                 monkeypatch.setenv(VARIABLE, value)
             found.add(compute_plan_fingerprint(config, 0, 1))
-    assert len(found) == 3
+        assert len(found) == 3
+        # what auto decides on depends on these
+        more_slots, more_items = copy.deepcopy(config), copy.deepcopy(config)
+        more_slots.scheduler_config.max_num_seqs = 64
+        more_items.model_config.multimodal_config.limit_per_prompt["image"].count = 16
+        found |= {compute_plan_fingerprint(other, 0, 1) for other in (more_slots, more_items)}
+    assert len(found) == 5
 
 
 def test_a_kept_output_pins_its_own_bytes_only():
-    """Both model runners' caches: a batch of four images, of which one is kept."""
+    """The V1 runner's cache: a batch of four images, of which one is kept. V2's is checked on the GPU."""
     import torch
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -193,20 +208,14 @@ def test_a_whole_output_is_not_copied():
     assert owned(output) is output
 
 
-def test_both_caches_are_empty_after_a_reset(config):
-    """Sleeping pauses with clear_cache, which resets both as well."""
-    import torch
-    from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
-
-    cache = EncoderCache()
-    cache.encoder_outputs["i"] = torch.zeros(1)
-    cache.reset_encoder_cache()
-    assert not cache.encoder_outputs
+def test_the_scheduler_forgets_everything_at_a_reset(config):
+    """Sleeping pauses with clear_cache, which resets workers and scheduler."""
     scheduler = tiny_models.scheduler(config)
     manager = scheduler.encoder_cache_manager
     feature = SimpleNamespace(identifier="i")
     request = SimpleNamespace(request_id="r", mm_features=[feature], get_num_encoder_embeds=lambda _: 900)
     assert manager.can_allocate(request, 0, UPSTREAM, 0)
     manager.allocate(request, 0)
+    assert (manager.used, manager.pinned) == (900, 900)
     scheduler.reset_encoder_cache()
     assert (manager.used, manager.pinned, manager.cached) == (0, 0, {})

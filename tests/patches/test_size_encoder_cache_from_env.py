@@ -183,6 +183,16 @@ def test_only_what_stock_can_stand_still_with_is_a_warning(vision, lines):
     assert level == logging.INFO and text.endswith("so that requests may wait for space")
 
 
+def test_a_dense_model_has_no_states_to_align(tmp_path, lines):
+    """Whatever the mode of a cache says that it does not have."""
+    config = tiny_models.engine_config(
+        tiny_models.write_dense_vision_model(tmp_path), limit_mm_per_prompt={"image": 4, "video": 0}
+    )
+    config.cache_config.mamba_cache_mode = "align"
+    _, [(level, text)] = lines(config)
+    assert level == logging.INFO and text.endswith("so that requests may wait for space")
+
+
 @pytest.mark.parametrize("value", ["auto", " AUTO "])
 def test_auto_takes_what_the_workers_decided(monkeypatch, vision, lines, value):
     monkeypatch.setenv(VARIABLE, value)
@@ -190,6 +200,9 @@ def test_auto_takes_what_the_workers_decided(monkeypatch, vision, lines, value):
     scheduler, [(_, text)] = lines(config)
     assert scheduler.encoder_cache_manager.cache_size == UPSTREAM
     assert f"no worker decided on {VARIABLE}=auto" in text
+    config.ndt_encoder_cache_tokens = UPSTREAM
+    _, [(_, text)] = lines(config)
+    assert f"4096 embeddings (upstream's size, on which {VARIABLE}=auto decided)" in text
     config.ndt_encoder_cache_tokens = 20_000
     scheduler, [(_, text)] = lines(config)
     assert scheduler.encoder_cache_manager.cache_size == 20_000
