@@ -90,6 +90,10 @@ class EncoderProgress:
 
         `compute_budget` is in embeddings.
         """
+        last = request.mm_features[-1].mm_position
+        if last.offset + last.length <= computed and not self.scheduler.is_encoder_decoder:
+            # what upstream would find out with more work, for each request that decodes, in each step
+            return [], wanted, compute_budget, []
         look_ahead = 1 if self.scheduler.use_eagle else 0
         found = self._ask(request, computed, wanted, compute_budget, look_ahead)
         if found[1] or not wanted:
