@@ -199,8 +199,9 @@ def report(facts: Facts, kv_memory: int | None = None) -> Report:
     demand = encoder_sizing.demand(facts.sizes, facts.limits, facts.slots, facts.max_model_len)
     if facts.nothing or demand is None:
         return Report(facts, None, kv_memory=memory)
-    block = (facts.block or 0) if facts.states_cached else None
-    risk = encoder_sizing.at_risk(facts.cache, demand.total, demand.largest, block, facts.look_ahead)
+    risk = encoder_sizing.at_risk(
+        facts.cache, demand.total, states_cached=facts.states_cached, look_ahead=facts.look_ahead
+    )
     number, why = encoder_sizing.automatic(demand.total, facts.cache, facts.width_bytes, memory or _PLENTY)
     return Report(facts, demand, risk, number, why, memory)
 
@@ -210,12 +211,12 @@ def facts_of(config: Any, budget: Any, *, started: bool = False) -> Facts:
 
     `started`: the engine has fixed the block size.
     """
-    model, cache = config.model_config, config.cache_config
+    from vllm_ndt.encoder_engine import engine_of, states_cached
+
+    model, cache, engine = config.model_config, config.cache_config, engine_of(config)
     sizes = {name: size for name, size in budget.mm_max_toks_per_item.items() if size > 0} if budget else {}
-    states_cached = bool(cache.mamba_cache_mode == "align" and model.is_hybrid)
-    speculative = config.speculative_config
     nothing = ""
-    if model.is_encoder_decoder:
+    if engine.encoder_decoder:
         nothing = ENCODER_DECODER
     elif not sizes:
         nothing = DISABLED if model.multimodal_config is not None else NO_INPUTS
@@ -228,12 +229,12 @@ def facts_of(config: Any, budget: Any, *, started: bool = False) -> Facts:
         compute_budget=budget.encoder_compute_budget if budget else 0,
         cache=budget.encoder_cache_size if budget else 0,
         hidden_size=model.get_inputs_embeds_size(),
-        deepstack_layers=_deepstack_layers(model.hf_config),
+        deepstack_layers=encoder_sizing.deepstack_layers(model.hf_config),
         dtype=str(model.dtype).removeprefix("torch."),
         value_bytes=model.dtype.itemsize,
-        states_cached=states_cached,
-        block=cache.block_size if states_cached and started else None,
-        look_ahead=bool(speculative is not None and speculative.use_eagle()),
+        states_cached=states_cached(config),
+        block=engine.block if started else None,
+        look_ahead=engine.look_ahead,
         kv_memory=cache.kv_cache_memory_bytes,
         nothing=nothing,
     )
@@ -248,7 +249,9 @@ def facts_from_flags(flags: Sequence[str]) -> Facts:
     with _silence(os.environ):
         try:
             config = _config(flags)
-            return facts_of(config, _budget(config))
+            from vllm_ndt.encoder_engine import budget_of
+
+            return facts_of(config, budget_of(config))
         except (CannotTell, settings.SettingError) as error:
             raise CannotTell(str(error)) from None
         except ImportError as error:
@@ -299,16 +302,6 @@ def _bad_flags(message: str) -> NoReturn:
     raise CannotTell(f"expected arguments of vllm serve, found: {message}; see vllm serve --help=all")
 
 
-def _budget(config: Any) -> Any:
-    """Upstream's MultiModalBudget, or None where upstream's scheduler makes none."""
-    from vllm.multimodal import MULTIMODAL_REGISTRY
-    from vllm.multimodal.encoder_budget import MultiModalBudget
-
-    if not MULTIMODAL_REGISTRY.supports_multimodal_inputs(config.model_config):
-        return None
-    return MultiModalBudget(config, MULTIMODAL_REGISTRY, enable_cache=False)
-
-
 @contextlib.contextmanager
 def _silence(environ: Any) -> Iterator[None]:
     """Keep the lines of vLLM and what it imports, and of its child processes, off stdout.
@@ -333,15 +326,6 @@ def _silence(environ: Any) -> Iterator[None]:
             os.dup2(keep, stream)
             os.close(keep)
         os.close(target)
-
-
-def _deepstack_layers(hf_config: Any) -> int:
-    """How many vision layers add a vector of the hidden size to each embedding, as in Qwen3-VL."""
-    for holder in (hf_config, getattr(hf_config, "thinker_config", None)):
-        vision = getattr(holder, "vision_config", None)
-        if indexes := getattr(vision, "deepstack_visual_indexes", None):
-            return len(indexes)
-    return 0
 
 
 def _items(facts: Facts, demand: encoder_sizing.Demand, number: int) -> list[str]:

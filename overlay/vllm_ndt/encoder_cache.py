@@ -9,6 +9,9 @@ from typing import Protocol
 from vllm_ndt import settings
 from vllm_ndt.encoder_sizing import Demand, at_risk, demand
 
+# where the workers' decision about `auto` stands: on each worker, and on the configuration that the scheduler reads
+DECIDED = "ndt_encoder_cache_tokens"
+
 
 class Budget(Protocol):
     """What is read of upstream's MultiModalBudget; sizes in embeddings, keys are modalities."""
@@ -57,13 +60,18 @@ def plan(environ: Mapping[str, str], budget: Budget | None, engine: Engine) -> P
         return Plan(upstream, _ignored(asked, "the model takes no multimodal input, or all of it is disabled"))
     least = engine.decided if asked == settings.AUTO else asked
     size = max(upstream, int(least or 0))
-    wants = demand(budget.mm_max_toks_per_item, budget.mm_limits, budget.max_num_reqs, budget.max_model_len)
+    wants = demand_of(budget)
     head = f"Encoder cache: {size} embeddings{_origin(asked, engine.decided, upstream)}"
     if wants is None:
         # precomputed embeddings only: upstream knows no size of an item for them
         return Plan(size, head)
-    risky = at_risk(size, wants.total, wants.largest, engine.block, engine.look_ahead)
+    risky = at_risk(size, wants.total, states_cached=engine.block is not None, look_ahead=engine.look_ahead)
     return Plan(size, f"{head}{_room(size, wants, risky)}", logging.WARNING if risky else logging.INFO)
+
+
+def demand_of(budget: Budget) -> Demand | None:
+    """What a full batch can ask of the cache; see encoder_sizing.demand."""
+    return demand(budget.mm_max_toks_per_item, budget.mm_limits, budget.max_num_reqs, budget.max_model_len)
 
 
 def _ignored(asked: int | str | None, why: str) -> str:

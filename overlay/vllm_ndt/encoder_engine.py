@@ -3,8 +3,7 @@
 
 from typing import Any
 
-from vllm_ndt.encoder_cache import Engine, unsafe_budget
-from vllm_ndt.encoder_memory import DECIDED
+from vllm_ndt.encoder_cache import DECIDED, Engine, unsafe_budget
 
 
 def states_cached(vllm_config: Any) -> bool:
@@ -23,6 +22,16 @@ def engine_of(vllm_config: Any) -> Engine:
         block=vllm_config.cache_config.block_size if states_cached(vllm_config) else None,
         look_ahead=drafter is not None and drafter.use_eagle(),
     )
+
+
+def budget_of(vllm_config: Any) -> Any:
+    """Upstream's MultiModalBudget, or None where upstream's scheduler makes none: for a text-only model."""
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+    from vllm.multimodal.encoder_budget import MultiModalBudget
+
+    if not MULTIMODAL_REGISTRY.supports_multimodal_inputs(vllm_config.model_config):
+        return None
+    return MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY, enable_cache=False)
 
 
 def budget_warning(vllm_config: Any) -> str:

@@ -10,13 +10,14 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_ndt import settings
-from vllm_ndt.encoder_sizing import ASSUMED, GIB, automatic, demand
+from vllm_ndt.encoder_cache import DECIDED, demand_of
+from vllm_ndt.encoder_engine import budget_of
+from vllm_ndt.encoder_sizing import ASSUMED, GIB, automatic, deepstack_layers
 
 # vLLM sets up the logger "vllm" and what is below it; a name of our own would log nothing
 logger = init_logger("vllm.ndt.encoder_memory")
 
-# where a worker keeps the size it decided on, and a model runner what it saw while memory was profiled
-DECIDED = "ndt_encoder_cache_tokens"
+# where a model runner keeps what it saw while memory was profiled
 _PROFILE = "ndt_encoder_profile"
 
 
@@ -58,7 +59,7 @@ def reserve(worker: Any, kv_bytes: int, explicit: int | None = None) -> int:
     profile = _profile(worker)
     upstream = budget.encoder_cache_size
     if asked == settings.AUTO:
-        wants = demand(budget.mm_max_toks_per_item, budget.mm_limits, budget.max_num_reqs, budget.max_model_len)
+        wants = demand_of(budget)
         size, why = automatic(wants.total if wants else upstream, upstream, profile.width, kv_bytes)
         why = f"auto: {why}"
         if wants and wants.assumed:
@@ -105,16 +106,11 @@ def decided(worker: Any) -> int | None:
 def _budget(worker: Any) -> Any:
     """Upstream's MultiModalBudget, or None where no encoder cache of ours is: see encoder_cache.plan."""
     from vllm.distributed.parallel_state import get_pp_group
-    from vllm.multimodal import MULTIMODAL_REGISTRY
-    from vllm.multimodal.encoder_budget import MultiModalBudget
 
     config = worker.vllm_config
     if config.model_config.is_encoder_decoder or not get_pp_group().is_first_rank:
         return None
-    if not MULTIMODAL_REGISTRY.supports_multimodal_inputs(config.model_config):
-        return None
-    known = getattr(worker.model_runner, "mm_budget", None)
-    return known or MultiModalBudget(config, MULTIMODAL_REGISTRY, enable_cache=False)
+    return getattr(worker.model_runner, "mm_budget", None) or budget_of(config)
 
 
 def _profile(worker: Any) -> Profile:
@@ -125,9 +121,7 @@ def _profile(worker: Any) -> Profile:
         if found := getattr(holder, _PROFILE, None):
             return found
     model = worker.vllm_config.model_config
-    vision = getattr(model.hf_config, "vision_config", None)
-    levels = len(getattr(vision, "deepstack_visual_indexes", None) or ())
-    width = model.get_inputs_embeds_size() * (1 + levels)
+    width = model.get_inputs_embeds_size() * (1 + deepstack_layers(model.hf_config))
     return Profile(0, width * torch.empty((), dtype=model.dtype).element_size())
 
 

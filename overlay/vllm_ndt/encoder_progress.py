@@ -158,8 +158,8 @@ class EncoderProgress:
             self.empty_steps = 0
         elif not self._in_flight():
             self.empty_steps += 1
-        if self.manager and self._blocked and not num_scheduled_tokens and not self._in_flight():
-            self._make_room(self.manager, self._blocked)
+            if self.manager and self._blocked:
+                self._make_room(self.manager, self._blocked)
 
     def _ask(self, request: Request, computed: int, wanted: int, compute_budget: int, look_ahead: int) -> Found:
         if self.manager:

@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 # upstream's limit for a modality whose --limit-mm-per-prompt is not given
 UNLIMITED = 999
@@ -27,11 +28,6 @@ class Demand:
     assumed: tuple[str, ...]
     per_prompt: int
     total: int
-
-    @property
-    def largest(self) -> int:
-        """Embeddings of the largest item."""
-        return next(iter(self.sizes.values()))
 
 
 def demand(sizes: Mapping[str, int], limits: Mapping[str, int], slots: int, max_model_len: int) -> Demand | None:
@@ -71,10 +67,19 @@ def automatic(wanted: int, upstream: int, width_bytes: int, kv_bytes: int) -> tu
     return size, f"{MOST_BYTES // GIB} GiB" if by_size <= by_share else f"{MOST_SHARE:.0%} of the KV cache's memory"
 
 
-def at_risk(size: int, total: int, largest: int, block: int | None, look_ahead: bool) -> bool:
+def at_risk(size: int, total: int, *, states_cached: bool, look_ahead: bool) -> bool:
     """Whether stock's rules can bring all requests to a standstill.
 
-    They can if the batch asks for more than there is, and a chunk must end at the boundaries of `block` tokens (None:
-    no recurrent states are cached) or before a drafter's look-ahead.
+    They can if the batch asks for more than there is, and a chunk must end where recurrent states are cached or before
+    a drafter's look-ahead.
     """
-    return total > size and (block is not None or look_ahead) and largest > 0
+    return total > size and (states_cached or look_ahead)
+
+
+def deepstack_layers(hf_config: Any) -> int:
+    """How many vision layers add a vector of the hidden size to each embedding, as in Qwen3-VL."""
+    for holder in (hf_config, getattr(hf_config, "thinker_config", None)):
+        vision = getattr(holder, "vision_config", None)
+        if indexes := getattr(vision, "deepstack_visual_indexes", None):
+            return len(indexes)
+    return 0
