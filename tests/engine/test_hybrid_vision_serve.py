@@ -12,13 +12,14 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.engine.test_serve import Server
-from tests.engine.test_vision_serve import client_of, metrics, png, serving
+from tests.engine.serving import Server, serving
+from tests.engine.test_vision_serve import FLAGS as LIMITS
+from tests.engine.test_vision_serve import client_of, metrics, png
 
 pytestmark = pytest.mark.skipif(
     "amx_bf16" not in Path("/proc/cpuinfo").read_text(), reason="the hybrid model's CPU kernels need AMX"
 )
-FLAGS = ("--max-model-len", "16384", "--max-num-seqs", "8")
+FLAGS = (*LIMITS, "--max-model-len", "16384", "--max-num-seqs", "8")
 # 1472 x 1408 pixels: 2,024 embeddings, two of which fill upstream's cache
 SIZE = (1472, 1408)
 POOL = 10

@@ -3,69 +3,26 @@
 
 import os
 import re
-import signal
-import socket
 import subprocess
-import time
-import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import openai
 import pytest
 
 from tests.engine.conftest import environment
+from tests.engine.serving import Server, serving
 
-START_LIMIT = 600  # seconds; a cold start on two cores compiles everything that it imports
 ADDRESS = re.compile(r'inet_addr\("([^"]+)"\)|inet_pton\(AF_INET6, "([^"]+)"')
-
-
-@dataclass
-class Server:
-    """A running `vllm serve`: its address, log, home folder and trace of network calls."""
-
-    address: str
-    log: Path
-    home: Path
-    trace: Path
 
 
 @pytest.fixture(scope="module")
 def server(patched: Path, text_model: Path, strace: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("serve")
-    home = folder / "home"
-    home.mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    served = Server(f"http://127.0.0.1:{port}", folder / "log", home, folder / "trace")
-    command = [strace, "-f", "--seccomp-bpf", "-e", "trace=%network", "-s", "512", "-o", str(served.trace)]
-    command += [str(patched.parent / "vllm"), "serve", str(text_model), "--served-model-name", "tiny"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--load-format", "dummy", "--enforce-eager"]
-    command += ["--max-model-len", "512", "--max-num-seqs", "4"]
-    with served.log.open("w") as log:
-        run = subprocess.Popen(
-            command, env=environment(home), stdout=log, stderr=subprocess.STDOUT, start_new_session=True, cwd=folder
-        )
-    try:
-        wait_until_healthy(served, run)
+    tracer = [strace, "-f", "--seccomp-bpf", "-e", "trace=%network", "-s", "512", "-o", str(folder / "trace")]
+    flags = ["--max-model-len", "512", "--max-num-seqs", "4"]
+    with serving(patched, text_model, folder, *flags, tracer=tracer) as served:
         yield served
-    finally:
-        os.killpg(run.pid, signal.SIGKILL)
-        run.wait()
-
-
-def wait_until_healthy(served: Server, run: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + START_LIMIT
-    while time.monotonic() < end and run.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{served.address}/health", timeout=5) as reply:  # noqa: S310
-                if reply.status == 200:
-                    return
-        except OSError:
-            time.sleep(1)
-    pytest.fail(f"the server did not start:\n{served.log.read_text()[-5000:]}")
 
 
 def addresses(trace: str) -> set[str]:
@@ -128,7 +85,7 @@ def test_log_says_once_what_runs(server: Server) -> None:
 
 def test_nothing_but_loopback_is_connected_to(server: Server) -> None:
     """PyTorch's store asks the resolver for the name of 127.0.0.1, unless /etc/hosts has it in IPv6 form; no more."""
-    trace = server.trace.read_text()
+    trace = (server.folder / "trace").read_text()
     assert names_asked_for(trace) <= {"1.0.0.127.in-addr.arpa"}
     found = addresses("\n".join(line for line in trace.splitlines() if "htons(53)" not in line))
     assert found, "the server's own connections, at least"

@@ -3,14 +3,9 @@
 
 import base64
 import concurrent.futures
-import contextlib
-import os
 import random
 import re
-import signal
-import socket
 import struct
-import subprocess
 import urllib.request
 import zlib
 from collections.abc import Iterator
@@ -19,41 +14,15 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.engine.conftest import environment
-from tests.engine.test_serve import Server, wait_until_healthy
+from tests.engine.serving import Server, serving
 
 TOKENS = 8192
 # 128 in bfloat16, and three more of the kind for deepstack
 WIDTH = 4 * 128 * 2
 
 
-@contextlib.contextmanager
-def serving(python: Path, model: Path, folder: Path, *flags: str, **settings: str) -> Iterator[Server]:
-    """`vllm serve` of an environment, with the flags that all vision tests share."""
-    home = folder / "home"
-    home.mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    served = Server(f"http://127.0.0.1:{port}", folder / "log", home, folder / "trace")
-    command = [str(python.parent / "vllm"), "serve", str(model), "--served-model-name", "tiny"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--load-format", "dummy", "--enforce-eager"]
-    command += ["--max-num-batched-tokens", "4096", "--limit-mm-per-prompt", '{"image": 4, "video": 1}', *flags]
-    with served.log.open("w") as log:
-        run = subprocess.Popen(
-            command,
-            env=environment(home, **settings),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            cwd=folder,
-        )
-    try:
-        wait_until_healthy(served, run)
-        yield served
-    finally:
-        os.killpg(run.pid, signal.SIGKILL)
-        run.wait()
+# the limits that the docs recommend
+FLAGS = ("--max-num-batched-tokens", "4096", "--limit-mm-per-prompt", '{"image": 4, "video": 1}')
 
 
 def client_of(server: Server) -> openai.OpenAI:
@@ -62,7 +31,7 @@ def client_of(server: Server) -> openai.OpenAI:
 
 @pytest.fixture(scope="module")
 def server(patched: Path, deepstack_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = ["--max-model-len", "8192", "--max-num-seqs", "4"]
+    flags = [*FLAGS, "--max-model-len", "8192", "--max-num-seqs", "4"]
     settings = {"VLLM_NDT_ENCODER_CACHE_TOKENS": str(TOKENS)}
     with serving(patched, deepstack_model, tmp_path_factory.mktemp("serve"), *flags, **settings) as served:
         yield served
