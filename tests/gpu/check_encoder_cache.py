@@ -7,7 +7,8 @@ Runs with the patched wheel; `--stock` names a folder with a stock vllm to impor
 stand still. A tiny Qwen3.5 with random weights serves batches of several images; answers with prefix caching on and off
 must agree but for rounding, during the load and for requests that come after it with the same prefixes. With a larger
 cache the KV cache gets smaller by its bytes, and the bytes alive never exceed what was left free. Without names: all
-parts, each in a process of its own, about ten minutes.
+parts, each in a process of its own: those that serve loads at the same time, then those that measure memory one after
+the other. About eight minutes.
 
 Prints what it finds as it goes, then one JSON object. Exit status: 0 all held, 1 something did not, 2 bad usage.
 """
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +37,8 @@ ENVIRON = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "PYTHONHASHSEED": "0",
 }
-# part -> settings of its engine
-PARTS: dict[str, dict[str, Any]] = {
+# part -> settings of its engine; the parts of a group are compared with each other and run together
+LOADS: dict[str, dict[str, Any]] = {
     "v2": {"runner": "1"},
     "v2-uncached": {"runner": "1", "prefix_caching": False},
     "v1": {"runner": "0"},
@@ -44,11 +46,21 @@ PARTS: dict[str, dict[str, Any]] = {
     "v2-drafter": {"runner": "1", "drafter": True},
     "v2-broken": {"runner": "1", "broken": True},
     "v2-large": {"runner": "1", "tokens": "65536"},
-    "v1-large": {"runner": "0", "tokens": "65536"},
-    "v2-auto": {"runner": "1", "tokens": "auto"},
     "v2-long": {"runner": "1", "batches": 200, "aborts": True},
 }
+MEMORY: dict[str, dict[str, Any]] = {
+    "v2-memory": {"runner": "1", "batches": 4, "measured": True},
+    "v2-memory-large": {"runner": "1", "batches": 4, "measured": True, "tokens": "65536"},
+    "v2-memory-auto": {"runner": "1", "batches": 4, "measured": True, "tokens": "auto"},
+    "v1-memory": {"runner": "0", "batches": 4, "measured": True},
+    "v1-memory-large": {"runner": "0", "batches": 4, "measured": True, "tokens": "65536"},
+}
+PARTS = LOADS | MEMORY
+# bytes of one embedding: 128 numbers of two bytes
+WIDTH = 256
 BATCHES = 24
+# engines that serve loads at the same time on one card
+AT_ONCE = 9
 PATIENCE = 200
 # a run whose answers are further from the reference than this many times the rounding's noise is another model
 NEAR = 1.4
@@ -81,6 +93,9 @@ def part(name: str) -> dict[str, Any]:
         "seed": 0,
         "disable_log_stats": True,
     }
+    if not settings.get("measured"):
+        # engines that start beside each other would measure each other's memory
+        arguments["kv_cache_memory_bytes"] = 4 * 2**30
     if settings.get("drafter"):
         arguments["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 1}
     if settings.get("broken"):
@@ -100,7 +115,7 @@ def part(name: str) -> dict[str, Any]:
         "block": scheduler.cache_config.block_size,
         "mode": scheduler.cache_config.mamba_cache_mode,
         "size": manager.cache_size,
-        "kv_bytes": worker.available_kv_cache_memory_bytes,
+        "kv_bytes": getattr(worker, "available_kv_cache_memory_bytes", None),
         "look_ahead": scheduler.use_eagle,
         "runner": type(worker.model_runner).__module__,
     }
@@ -232,7 +247,7 @@ def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 def judge(results: dict[str, dict[str, Any]], stock: dict[str, Any] | None) -> list[str]:
-    """What does not hold."""
+    """What does not hold; a part that did not run is not judged, and said."""
     wrong = [f"{name}: {found['error']}" for name, found in results.items() if "error" in found]
     good = {name: found for name, found in results.items() if "error" not in found}
 
@@ -240,6 +255,12 @@ def judge(results: dict[str, dict[str, Any]], stock: dict[str, Any] | None) -> l
         print(f"{'ok  ' if held else 'FAIL'} {name}: {found}", flush=True)
         if not held:
             wrong.append(name)
+
+    def have(what: str, *names: str) -> bool:
+        missing = [name for name in names if name not in good]
+        if missing:
+            print(f"not judged: {what}, for want of {' and '.join(missing)}", flush=True)
+        return not missing
 
     if stock is not None:
         that("stock stands still", stock.get("stalled_at") is not None, stock.get("stalled_at", stock.get("error")))
@@ -250,50 +271,63 @@ def judge(results: dict[str, dict[str, Any]], stock: dict[str, Any] | None) -> l
         that(f"{name} leaves nothing", not found.get("left") and found.get("entries_after_reset") == 0, "")
         that(f"{name} empty steps", found["empty_steps"] <= 3, found["empty_steps"])
     # Chunks of other sizes round otherwise. How much that is shows where no chunk is cut short before an item.
-    if "v2-large" in good and "v2-uncached" in good:
+    if have("answers", "v2-large", "v2-uncached"):
         noise = distance(good["v2-large"], good["v2-uncached"])
         for name in ("v2", "v1", "v2-drafter"):
             reference = f"{name.partition('-')[0]}-uncached"
-            if name in good and reference in good:
+            if have(f"answers of {name}", name, reference):
                 found = distance(good[name], good[reference])
                 that(f"{name} answers as {reference} does", found <= NEAR * noise, (found, noise))
-        if "v2-broken" in good:
+        if have("states under another boundary", "v2-broken"):
             found = distance(good["v2-broken"], good["v2-uncached"])
             that("states under another boundary would show", found > NEAR * noise, (found, noise))
-    for name in ("v2-large", "v1-large", "v2-auto"):
-        base = name.partition("-")[0]
-        if name in good and base in good:
+    for name in ("v2-memory-large", "v2-memory-auto", "v1-memory-large"):
+        base = name.rpartition("-")[0]
+        if have(f"memory of {name}", name, base):
             smaller = good[base]["kv_bytes"] - good[name]["kv_bytes"]
-            width = 256
-            expected = (good[name]["size"] - good[base]["size"]) * width
+            expected = (good[name]["size"] - good[base]["size"]) * WIDTH
             # free memory itself is measured, and is not the same to the byte in two processes
             that(f"{name} KV cache is smaller by its bytes", abs(smaller - expected) < 2**21, (smaller, expected))
-            most = good[name]["size"] * width
-            that(
-                f"{name} keeps no more bytes alive",
-                good[name]["pinned_bytes"] <= most,
-                (good[name]["pinned_bytes"], most),
-            )
+            most = good[name]["size"] * WIDTH
+            pinned = good[name]["pinned_bytes"]
+            that(f"{name} keeps no more bytes alive", pinned <= most, (pinned, most))
     return wrong
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("names", nargs="*", choices=[[], *PARTS])
-    parser.add_argument("--stock")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--stock", metavar="SITE", help="a folder with a stock vllm, for the control")
     parser.add_argument("--save", metavar="FILE", help="write everything that was found there")
     parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part:
         print(MARK + json.dumps(part(options.part)))
         return 0
-    results = {}
-    for name in options.names or PARTS:
-        results[name] = run_part(name, None)
-        print(f"{name}: {str(results[name])[:300]}", flush=True)
-    if options.save:
-        Path(options.save).write_text(json.dumps(results))
-    stock = run_part("v2", options.stock) if options.stock else None
+    unknown = [name for name in options.names if name not in PARTS]
+    if unknown:
+        parser.error(f"no part is called {', '.join(unknown)}: the parts are {', '.join(PARTS)}")
+    chosen = options.names or list(PARTS)
+    results: dict[str, dict[str, Any]] = {}
+
+    def keep(name: str, found: dict[str, Any]) -> None:
+        print(f"{name}: {str(found)[:300]}", flush=True)
+        results[name] = found
+        if options.save:
+            Path(options.save).write_text(json.dumps(results))
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        control = pool.submit(run_part, "v2", options.stock) if options.stock else None
+        served = {pool.submit(run_part, name, None): name for name in LOADS if name in chosen}
+        for done in as_completed(served):
+            keep(served[done], done.result())
+        stock = control.result() if control else None
+    if not served and any(name in chosen for name in MEMORY):
+        # the first engine of all builds kernels and finds less memory free than those after it
+        run_part("v2-memory", None)
+    for name in MEMORY:
+        if name in chosen:
+            keep(name, run_part(name, None))
     wrong = judge(results, stock)
     short = {name: {k: v for k, v in found.items() if k != "firsts"} for name, found in results.items()}
     print(json.dumps({"wrong": wrong, "parts": short, "stock": stock and stock.get("stalled_at")}))
