@@ -221,6 +221,7 @@ class Worker:
         self.scheduler, self.engine, self.prompts = scheduler, engine, prompts
         self.items: dict[str, int] = {}
         self.states: dict[int, tuple[Any, ...]] = {}
+        self.prompts_kv: dict[int, Any] = {}  # block of attention -> the prompt that its tokens end, as its hash
         self.runs = 0
         self.random = random.Random(seed)
 
@@ -243,6 +244,7 @@ class Worker:
             end = request.num_computed_tokens
             start = end - count
             self._need_items(request, start, end)
+            self._fill_blocks(request, start, end)
             if self.scheduler.has_mamba_layers and self.engine.prefix_caching:
                 self._move_state(request, start, end)
             if not request.is_prefill_chunk:
@@ -268,6 +270,16 @@ class Worker:
             )
             if first < last and feature.identifier not in self.items:
                 raise Violation(f"{request.request_id} needs {feature.identifier} at {start} to {end}")
+
+    def _fill_blocks(self, request: Any, start: int, end: int) -> None:
+        """Reads the prompt's full blocks of attention before `start`, and writes those that end in this step."""
+        blocks = self.scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks[request.request_id]
+        size, prompt = self.engine.block, request.num_prompt_tokens
+        for at in range(min(end, prompt) // size):
+            if (at + 1) * size > start:
+                self.prompts_kv[blocks[at].block_id] = request.block_hashes[at]
+            elif self.prompts_kv.get(blocks[at].block_id) != request.block_hashes[at]:
+                raise Violation(f"{request.request_id} goes on at {start} without the keys before {(at + 1) * size}")
 
     def _prefix(self, request: Any, end: int) -> tuple[Any, ...]:
         """What a state after `end` tokens stands for: the segments, the last one cut, and the generated tokens."""

@@ -338,6 +338,7 @@ def kernel(_folder: str) -> None:
 
 def test_kernel_agrees_with_pytorch(tmp_path: Path) -> None:
     import triton  # noqa: F401  (in the closure; without it there would be nothing to test)
+
     assert "24 cases with bad values" in run_self("kernel", tmp_path, TRITON_INTERPRET="1")
 
 
