@@ -37,6 +37,7 @@ class Manager(EncoderCacheManager):
         self.evictions = 0
         self.repeats = 0
         self._evicted: OrderedDict[str, None] = OrderedDict()
+        self._tainted: set[str] = set()
 
     @property
     def used(self) -> int:
@@ -57,8 +58,8 @@ class Manager(EncoderCacheManager):
         )
 
     def check_and_update_cache(self, request: Request, input_id: int) -> bool:
-        """As upstream's; behind a closed door only for an item that `request` references already."""
-        if not self.door_open and not self._holds(request, input_id):
+        """As upstream's; behind a closed door, or if tainted, only for an item that `request` references already."""
+        if not self._holds(request, input_id) and (not self.door_open or self._taints(request, input_id)):
             return False
         return super().check_and_update_cache(request, input_id)
 
@@ -69,6 +70,9 @@ class Manager(EncoderCacheManager):
         self.refused = request.get_num_encoder_embeds(input_id)
         if not self.door_open:
             self.refusal = Refusal.DOOR
+            return False
+        if self._taints(request, input_id):
+            self.refusal = Refusal.SPACE
             return False
         before = len(self.freed)
         if super().can_allocate(request, input_id, encoder_compute_budget, num_embeds_to_schedule):
@@ -82,6 +86,7 @@ class Manager(EncoderCacheManager):
         """As upstream's; an item that was evicted before counts as a repeated encoder run."""
         super().allocate(request, input_id)
         item = request.mm_features[input_id].identifier
+        self._tainted.discard(item)
         if item in self._evicted:
             del self._evicted[item]
             self.repeats += 1
@@ -99,6 +104,34 @@ class Manager(EncoderCacheManager):
         if self.freeable.pop(item, None) is None:
             self.num_freeable_slots += size
         del self.cached[item]
+
+    def taint(self, request: Request) -> None:
+        """Serve none of the request's entries to another: they go now, or once those that have them let go."""
+        for input_id, feature in enumerate(request.mm_features):
+            if self.cached.get(feature.identifier):
+                self._tainted.add(feature.identifier)
+            elif feature.identifier in self.cached:
+                self._expel(feature.identifier, request.get_num_encoder_embeds(input_id))
+
+    def free_encoder_input(self, request: Request, input_id: int) -> None:
+        """As upstream's; a tainted entry goes with its last reference."""
+        super().free_encoder_input(request, input_id)
+        item = request.mm_features[input_id].identifier
+        if item in self._tainted and not self.cached.get(item):
+            self._tainted.discard(item)
+            if item in self.cached:
+                self._expel(item, request.get_num_encoder_embeds(input_id))
+
+    def _expel(self, item: str, size: int) -> None:
+        """Evict an entry that nobody references; workers drop it with the next step."""
+        self.freeable.pop(item, None)
+        self.cached.pop(item)
+        self.num_free_slots += size
+        self.freed.append(item)
+
+    def _taints(self, request: Request, input_id: int) -> bool:
+        item = request.mm_features[input_id].identifier
+        return item in self._tainted and item in self.cached
 
     def _holds(self, request: Request, input_id: int) -> bool:
         item = request.mm_features[input_id].identifier

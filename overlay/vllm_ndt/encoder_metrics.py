@@ -87,10 +87,10 @@ class EncoderCacheProm:
             metric = gauge(
                 name=PREFIX + name, documentation=text, multiprocess_mode="mostrecent", labelnames=labelnames
             )
-            self._gauges[name] = _by_engine(metric, labelvalues)
+            self._gauges[name] = by_engine(metric, labelvalues)
         for name, text in COUNTERS.items():
             metric = counter(name=PREFIX + name, documentation=text, labelnames=labelnames)
-            self._counters[name] = _by_engine(metric, labelvalues)
+            self._counters[name] = by_engine(metric, labelvalues)
 
     def observe(self, report: Mapping[str, int] | None, engine: int) -> None:
         """Record a report of EncoderCacheReport, or nothing if there is none."""
@@ -102,5 +102,5 @@ class EncoderCacheProm:
             metrics[engine].inc(report[name])
 
 
-def _by_engine(metric: Any, labelvalues: Mapping[int, Sequence[object]]) -> dict[int, Any]:
+def by_engine(metric: Any, labelvalues: Mapping[int, Sequence[object]]) -> dict[int, Any]:
     return {engine: metric.labels(*values) for engine, values in labelvalues.items()}

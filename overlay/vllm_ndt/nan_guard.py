@@ -1,32 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The NaN guard: finds the first attention layer with NaN or Inf in q, k, v or its output, and logs it once.
+"""The NaN guard in a worker: looks at attention layers (and layer norms) for NaN and Inf, in real rows only.
 
-``guard_attention`` stands around the body of vLLM's operator ``unified_attention_with_output``. The check runs inside
-the operator, so torch.compile does not see it and CUDA graphs record it. On a GPU it is one kernel a layer (see
-``nan_kernel``), which writes to pinned host memory only when it finds something; a thread looks at that memory and
-makes no CUDA call. Elsewhere PyTorch does the check at once.
+The check of a layer runs inside vLLM's operator, or around MLA's implementation, so torch.compile does not see it and
+CUDA graphs record it. On a GPU it is a Triton kernel (see `nan_kernel`); elsewhere PyTorch does the same. What a step
+found stays on the device until `nan_step` takes it with the step's output.
 
-Only rows of real tokens count; the rest of a padded batch holds rubbish. The number of real tokens changes while a
-graph does not, so it is read on the device: from the slot mapping (-1 for padding), which both model runners keep at
-one address and set to -1 for dummy and warm-up batches, whatever the backend's metadata look like. Layers of other
+A row is real if it holds a token of a request; the rest of a padded batch holds rubbish. The number of real rows
+changes while a graph does not, so it is read on the device: from the slot mapping (-1 for padding), which both model
+runners keep at one address and set to -1 for dummy batches, whatever the backend's metadata look like. Layers of other
 kinds than decoder self-attention have no slot of their own for each row; there the last of the query start locations
 counts, which both runners pad with the number of real tokens.
 
-Limits:
-- Only class Attention and its subclasses: not MLA, linear attention, Mamba or vision encoders.
-- float16, bfloat16 and float32 only: a tensor of another type (fp8 queries, quantised output) is named as not checked.
-- k and v are not checked if they have other rows than q (cross-attention), or are not given (shared KV cache).
-- Where the query start locations count, dummy batches count as well.
-- With decode or prefill context parallelism a rank may see only the rows whose KV it keeps.
-- The first finding a process: what comes later is not logged. Finite wrong values are not found.
+While a full CUDA graph is captured, one launch looks at up to GROUP layers: the tensors of the first ones are kept
+until then, so that their memory is not used again before. A launch costs a decoding step more than what it reads.
+
+Limits: see docs/nan.md.
 """
 
-import atexit
 import functools
-import logging
 import os
-import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -34,12 +26,10 @@ import torch
 
 from vllm_ndt import settings
 
-# Below "vllm", whose handlers and format it takes.
-logger = logging.getLogger("vllm.ndt.nan_guard")
-
-TENSORS = ("q", "k", "v", "output")
+ATTENTION = ("q", "k", "v", "output")
+MLA = ("q", "kv_c", "k_pe", "output")
+NORM = ("input", "residual", "", "output")
 WATCHABLE = (torch.float16, torch.bfloat16, torch.float32)
-POLL_SECONDS = 0.25
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -47,172 +37,228 @@ F = TypeVar("F", bound=Callable[..., Any])
 def guard_attention(function: F) -> F:
     """The attention operator's body with the guard around it, or `function` itself if the guard is off.
 
-    Raises settings.SettingError if VLLM_NDT_NAN_GUARD holds a value that is not allowed.
+    Raises settings.SettingError if a variable holds a value that is not allowed.
     """
-    if settings.nan_guard(os.environ) == "off":
+    guard = process_guard()
+    if guard is None:
         return function
-    return Guard().wrap(function)
 
-
-class Guard:
-    """What one process knows: the layers by number, and whether something was found."""
-
-    def __init__(self) -> None:
-        self._layers: dict[str, int] = {}  # name -> number, from 1; the number is frozen into CUDA graphs
-        self._checked: dict[int, tuple[bool, ...]] = {}  # number -> which of TENSORS are looked at
-        self._watches: dict[torch.device, _Watch] = {}
-        self._started = False
-        self._found = False
-        self._lock = threading.Lock()
-
-    def wrap(self, function: F) -> F:
-        @functools.wraps(function)
-        def guarded(query: Any, key: Any, value: Any, output: Any, layer_name: Any, *args: Any, **kwargs: Any) -> Any:
-            result = function(query, key, value, output, layer_name, *args, **kwargs)
-            self.check((query, key, value, output), layer_name)
-            return result
-
-        return guarded  # type: ignore[return-value]
-
-    def check(self, tensors: Sequence[torch.Tensor | None], layer_name: Any) -> None:
-        """Look at q, k, v and the output, each (rows, heads, size), of the layer that has just run."""
-        from vllm.model_executor.layers.attention.attention import get_attention_context
+    @functools.wraps(function)
+    def guarded(query: Any, key: Any, value: Any, output: Any, layer_name: Any, *args: Any, **kwargs: Any) -> Any:
         from vllm.utils.torch_utils import _resolve_layer_name
 
         name = _resolve_layer_name(layer_name)
-        if not self._started:
-            self._start()
+        guard.inject(name, (query, None, None, None))
+        result = function(query, key, value, output, layer_name, *args, **kwargs)
+        guard.inject(name, (None, None, None, output))
+        guard.check(name, (query, key, value, output), ATTENTION)
+        return result
+
+    return guarded  # type: ignore[return-value]
+
+
+def inject_before_cache(function: F) -> F:
+    """The operator that writes k and v into the KV cache, with faults put into them first, or `function` itself."""
+    guard = process_guard()
+    if guard is None or guard.injection is None or guard.injection.tensor not in ("k", "v"):
+        return function
+
+    @functools.wraps(function)
+    def injected(key: Any, value: Any, layer_name: Any) -> Any:
+        from vllm.utils.torch_utils import _resolve_layer_name
+
+        guard.inject(_resolve_layer_name(layer_name), (None, key, value, None))
+        return function(key, value, layer_name)
+
+    return injected  # type: ignore[return-value]
+
+
+def guard_mla(function: F) -> F:
+    """As guard_attention, for MLAAttention.forward_impl, which the operator and direct calls end in."""
+    guard = process_guard()
+    if guard is None:
+        return function
+
+    @functools.wraps(function)
+    def guarded(layer: Any, q: Any, kv_c: Any, k_pe: Any, kv_cache: Any, metadata: Any, output: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: E501  # fmt: skip
+        inputs = (rows_of(q), rows_of(kv_c), rows_of(k_pe))
+        guard.inject(layer.layer_name, (*inputs, None))
+        result = function(layer, q, kv_c, k_pe, kv_cache, metadata, output, *args, **kwargs)
+        outputs = rows_of(output)
+        guard.inject(layer.layer_name, (None, None, None, outputs))
+        guard.check(layer.layer_name, (*inputs, outputs), MLA)
+        return result
+
+    return guarded  # type: ignore[return-value]
+
+
+@functools.cache
+def process_guard() -> "Guard | None":
+    """This process' guard, or None if it is off."""
+    mode = settings.nan_guard(os.environ)
+    return None if mode == "off" else Guard(mode, settings.nan_inject(os.environ))
+
+
+class Memory:
+    """What the kernels of one device write; see `nan_kernel`. `armed` (int32, one word): whether to inject now."""
+
+    def __init__(self, device: torch.device, rows: int, layers: int) -> None:
+        self.words = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.peaks = torch.zeros(layers, dtype=torch.int32, device=device)
+        self.armed = torch.zeros(1, dtype=torch.int32, device=device)
+
+
+class Guard:
+    """What one process knows: the layers that it watches, by number in the order in which they ran first, from 1.
+
+    `names` and `kinds` give a layer's name and the names of its tensors by number (place 0 is empty), `checked` which
+    of its tensors could be looked at.
+    """
+
+    def __init__(self, mode: str, injection: settings.Injection | None = None) -> None:
+        self.mode = mode
+        self.injection = injection
+        self.memory: Memory | None = None
+        self.names: list[str] = [""]
+        self.kinds: list[Sequence[str]] = [()]
+        self.checked: dict[int, tuple[bool, ...]] = {}
+        self._numbers: dict[str, int] = {}
+        self._watched: frozenset[str] | None = None
+        self._grouping = False
+        self._held: list[Any] = []
+        self._held_for: Any = None  # the forward context and marks of what is held
+        self._ends: set[int] = set()  # layers that were a forward's last
+        self._previous: tuple[Any, int] = (None, 0)
+
+    def watch(self, layers: Sequence[str], norms: Sequence[str], device: torch.device, rows: int, group: bool) -> None:
+        """Say what will run: names of attention layers and norms, at most `rows` rows a batch.
+
+        `group`: whether one launch may look at several layers, which needs that no compiled code uses a layer's
+        tensors' memory again before the next layer.
+        """
+        self._watched = frozenset((*layers, *norms))
+        self._grouping = group
+        self.memory = Memory(device, rows, len(self._watched) + 1)
+
+    def watches(self, name: str) -> bool:
+        """Whether a layer is watched; a drafter's are not."""
+        return self._watched is not None and name in self._watched
+
+    def inject(self, name: str, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Put the fault that the operator asked for into a tensor of this layer, if the step has it."""
+        fault = self.injection
+        if fault is None or self.memory is None or not self.watches(name) or layer_index(name) != fault.layer:
+            return
+        tensor = tensors[settings.TENSORS.index(fault.tensor)]
+        if tensor is None or tensor.shape[0] <= fault.row:
+            return
+        if tensor.device.type == "cuda":
+            from vllm_ndt.nan_kernel import inject
+
+            inject(tensor, fault.row, fault.value, self.memory.armed)
+        elif self.memory.armed:
+            tensor[fault.row].view(-1)[0] = fault.value
+
+    def check(self, name: str, tensors: Sequence[torch.Tensor | None], kind: Sequence[str]) -> None:
+        """Look at the tensors, each (rows, heads, size) or None, of the layer that has just run."""
+        if not self.watches(name) or self.memory is None:
+            return
+        from vllm.forward_context import get_forward_context
+
+        number = self._number(name, kind)
+        context = get_forward_context()
+        if self._previous[0] is not context and self._previous[1]:
+            self._ends.add(self._previous[1])
+        self._previous = (context, number)
         output = tensors[3]
         assert output is not None
-        watch = self._watch(output.device)  # made in the profiling run, long before a graph is captured
-        metadata, layer, _, slots = get_attention_context(name)
-        if metadata is None or self._found:
+        marks = _marks(name, context, output.shape[0])
+        if marks is None:
             return
-        rows, by_slot = _real_rows(layer, metadata, slots, output.shape[0])
-        if rows is None:
-            return
-        number = self._layers.setdefault(name, len(self._layers) + 1)
+        rows, by_slot = marks
         watched = tuple(tensor if _watchable(tensor, output) else None for tensor in tensors)
-        count = min(output.shape[0], rows.shape[0]) if by_slot else output.shape[0]
-        if count == 0 or not any(tensor is not None for tensor in watched):
+        count = min(output.shape[0], self.memory.words.shape[0])
+        if by_slot:
+            count = min(count, rows.shape[0])
+        self.checked[number] = tuple(tensor is not None for tensor in watched)
+        if count == 0 or not any(self.checked[number]):
             return
-        self._checked[number] = tuple(tensor is not None for tensor in watched)
-        if watch is None:
-            if flags := _flags(watched, _real(rows, by_slot, count)):
-                self.report(number, flags)
+        if output.device.type != "cuda":
+            _check(watched, number, _real(rows, by_slot, count), self.memory)
             return
+        self._launch(watched, number, count, rows, by_slot, context)
+
+    def _launch(self, tensors: Any, number: int, count: int, rows: torch.Tensor, by_slot: bool, context: Any) -> None:
+        from vllm_ndt.nan_kernel import GROUP, Layer, alike
+
+        layer = Layer(tensors, number)
+        if not (self._grouping and self._ends and torch.cuda.is_current_stream_capturing()):
+            self._run([layer], count, rows, by_slot)
+            return
+        common = (context, count, rows.data_ptr(), by_slot)
+        if self._held and (common != self._held_for[0] or not alike(self._held[0], layer)):
+            self._flush()
+        self._held.append(layer)
+        self._held_for = common, (count, rows, by_slot)
+        if len(self._held) == GROUP or number in self._ends:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._run(self._held, *self._held_for[1])
+        self._held = []
+        self._held_for = None
+
+    def _run(self, layers: Any, count: int, rows: torch.Tensor, by_slot: bool) -> None:
         from vllm_ndt.nan_kernel import check_rows
 
-        check_rows(watched, count, rows, by_slot, watch.state, watch.view, number)
+        assert self.memory is not None
+        check_rows(layers, count, rows, by_slot, self.memory.words, self.memory.peaks)
 
-    def report(self, number: int, flags: int) -> None:
-        """Log what was found in a layer, unless something was logged before."""
-        with self._lock:
-            if self._found:
-                return
-            self._found = True
-        name = next((name for name, other in self._layers.items() if other == number), f"number {number}")
-        logger.error(
-            "NaN guard: first non-finite values in layer %s: %s. Later ones are not logged.",
-            name,
-            describe(flags, self._checked.get(number, (True,) * len(TENSORS))),
-        )
-
-    def _start(self) -> None:
-        """Number the model's layers in the order in which they were made, and say that the guard is on."""
-        from vllm.forward_context import get_forward_context
-        from vllm.model_executor.layers.attention.attention import Attention
-
-        self._started = True
-        layers = get_forward_context().no_compile_layers
-        names = [name for name, layer in layers.items() if isinstance(layer, Attention)]
-        for name in names:
-            self._layers[name] = len(self._layers) + 1
-        logger.info("NaN guard: watching q, k, v and the output of %d attention layers.", len(names))
-
-    def _watch(self, device: torch.device) -> "_Watch | None":
-        """The device's memory for findings, or None where PyTorch does the check."""
-        if device.type != "cuda":
-            return None
-        watch = self._watches.get(device)
-        if watch is None:
-            watch = self._watches[device] = _Watch(device, self.report)
-        return watch
+    def _number(self, name: str, kind: Sequence[str]) -> int:
+        number = self._numbers.get(name)
+        if number is None:
+            number = self._numbers[name] = len(self.names)
+            self.names.append(name)
+            self.kinds.append(kind)
+        return number
 
 
-class _Watch:
-    """A GPU's words for findings, and the thread that looks at them."""
-
-    def __init__(self, device: torch.device, report: Callable[[int, int], None]) -> None:
-        from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
-
-        from vllm_ndt.nan_kernel import FLAGS
-
-        self.state = torch.zeros(2, dtype=torch.int32, device=device)
-        self._host = torch.zeros(1 + FLAGS, dtype=torch.int32, pin_memory=True)
-        self.view = get_accelerator_view_from_cpu_tensor(self._host)
-        self._words = self._host.numpy()
-        self._report = report
-        atexit.register(self.look)  # a short run may end before the thread looks
-        threading.Thread(target=self._run, name="nan-guard", daemon=True).start()
-
-    def look(self) -> bool:
-        """Report what the words say, if they say anything; reads plain memory only."""
-        number, *flags = self._words.tolist()
-        if number and not any(flags):  # the kernel's stores may arrive in any order
-            time.sleep(POLL_SECONDS)
-            number, *flags = self._words.tolist()
-        if number and any(flags):
-            self._report(number, sum(1 << place for place, flag in enumerate(flags) if flag))
-        return bool(number)
-
-    def _run(self) -> None:
-        while not self._words[0]:
-            time.sleep(POLL_SECONDS)
-        time.sleep(POLL_SECONDS)  # other rows of the same launch may still write
-        self.look()
+def layer_index(name: str) -> int | None:
+    """The first number in a layer's name, as in model.layers.3.self_attn.attn."""
+    return next((int(part) for part in name.split(".") if part.isdecimal()), None)
 
 
-def describe(flags: int, checked: Sequence[bool] = (True,) * len(TENSORS)) -> str:
-    """The finding in words: what is bad, what is clean, what was not checked, and where to look.
-
-    `flags` has bit 2 * i for NaN and bit 2 * i + 1 for Inf in TENSORS[i].
-    """
-    bad, clean, unknown = [], [], []
-    for place, name in enumerate(TENSORS):
-        kinds = [kind for bit, kind in enumerate(("NaN", "Inf")) if flags >> (2 * place + bit) & 1]
-        if kinds:
-            bad.append(f"{name} ({', '.join(kinds)})")
-        elif checked[place]:
-            clean.append(name)
-        else:
-            unknown.append(name)
-    parts = [", ".join(bad)]
-    if clean:
-        parts.append(f"{', '.join(clean)} clean")
-    if unknown:
-        parts.append(f"{', '.join(unknown)} not checked")
-    return f"{'; '.join(parts)}: {_origin(flags, checked)}"
-
-
-def _origin(flags: int, checked: Sequence[bool]) -> str:
-    if flags & 0b111111:
-        return "the values were bad before this layer's attention (its projections, its norm or what feeds them)"
-    if all(checked[:3]):
-        return "they arose in the attention kernel or came from its KV cache"
-    return "they arose in the attention kernel, came from its KV cache or from an input that was not checked"
+def rows_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """A view of shape (rows, heads, size) of a tensor with one row a token."""
+    return tensor if tensor is None or tensor.dim() == 3 else tensor.unsqueeze(1)
 
 
 def _watchable(tensor: torch.Tensor | None, output: torch.Tensor) -> bool:
     return tensor is not None and tensor.dtype in WATCHABLE and tensor.dim() == 3 and tensor.shape[0] == output.shape[0]
 
 
-def _real_rows(layer: Any, metadata: Any, slots: torch.Tensor | None, count: int) -> tuple[torch.Tensor | None, bool]:
-    """What tells real rows: the slot mapping (True) or the query start locations (False); None if neither is there."""
+def _marks(name: str, context: Any, count: int) -> tuple[torch.Tensor, bool] | None:
+    """What tells real rows: the slot mapping (True) or the query start locations (False); None without a real batch."""
+    metadata, slots = context.attn_metadata, context.slot_mapping
+    if isinstance(metadata, list):  # microbatches; the operator reads the first, too
+        metadata = metadata[0]
+    if not isinstance(metadata, dict) or not metadata:
+        return None
+    if not isinstance(slots, dict):
+        slots = {}
+    layer = context.no_compile_layers.get(name)
+    if layer is None:  # a norm: any decoder layer's marks are those of its rows
+        decoders = (n for n in slots if getattr(context.no_compile_layers.get(n), "attn_type", "decoder") == "decoder")
+        name = next(decoders, next(iter(metadata)))
+        layer = context.no_compile_layers.get(name)
+    if metadata.get(name) is None:
+        return None
+    own = slots.get(name)
     # A longer mapping is that of keys gathered from other ranks.
-    if slots is not None and layer.attn_type == "decoder" and slots.shape[0] <= count:
-        return slots, True
-    return getattr(metadata, "query_start_loc", None), False
+    if own is not None and getattr(layer, "attn_type", "decoder") == "decoder" and own.shape[0] <= count:
+        return own, True
+    starts = getattr(metadata[name], "query_start_loc", None)
+    return None if starts is None else (starts, False)
 
 
 def _real(rows: torch.Tensor, by_slot: bool, count: int) -> torch.Tensor:
@@ -222,15 +268,25 @@ def _real(rows: torch.Tensor, by_slot: bool, count: int) -> torch.Tensor:
     return torch.arange(count, device=rows.device) < rows[-1]
 
 
-def _flags(tensors: Sequence[torch.Tensor | None], real: torch.Tensor) -> int:
-    """The flags, as `describe` reads them, of the rows that `real` marks."""
-    flags = 0
+def _check(tensors: Sequence[torch.Tensor | None], number: int, real: torch.Tensor, memory: Memory) -> None:
+    """As nan_kernel.check_rows, for one layer, by PyTorch."""
+    from vllm_ndt.nan_words import word
+
+    count = real.shape[0]
+    flags = torch.zeros(count, dtype=torch.int32, device=real.device)
     for place, tensor in enumerate(tensors):
         if tensor is None:
             continue
-        values = tensor[: real.shape[0]]
-        if bool(torch.isfinite(values).all()):
-            continue
-        values = values[real]
-        flags |= int(values.isnan().any()) << (2 * place) | int(values.isinf().any()) << (2 * place + 1)
-    return flags
+        values = tensor[:count].reshape(count, -1)
+        largest = values.abs().amax(1).float()
+        finite = largest.isfinite()
+        if not bool(finite.all()):
+            flags |= values.isnan().any(1).int() << (2 * place)
+            flags |= values.isinf().any(1).int() << (2 * place + 1)
+            largest = torch.where(values.isfinite(), values, 0).abs().amax(1).float()
+        peak = torch.where(real, largest, 0).max().view(torch.int32)
+        memory.peaks[number] = torch.maximum(memory.peaks[number], peak)
+    flags = torch.where(real, flags, 0)
+    if bool(flags.any()):
+        words = torch.where(flags > 0, flags + word(number, 0), 0)
+        memory.words[:count] = torch.maximum(memory.words[:count], words.int())

@@ -1,22 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The NaN guard's Triton kernel: one launch a layer, one program a row, no store unless a value is bad.
+"""The NaN guard's Triton kernels: `check_rows` looks at attention layers, `collect` ends a step.
 
-The kernel keeps everything that a replayed CUDA graph needs on the device. Memory that it uses, all int32:
+What they share lies on the device, so that a replayed CUDA graph needs nothing of the host:
 
-- ``state`` (2 words on the device): the number of the first layer with a hit (0: none yet), set with a
-  compare-and-swap, and a seal. Rows of the same launch may still add to the report, because a bad key in one row
-  shows in the output of others; the next layer's launch sets the seal, after which nothing is added.
-- ``report`` (1 + 8 words of pinned host memory): the layer's number and one word for each flag, in the order of
-  ``FLAGS``. Only plain stores of a constant go there, so rows need no order among themselves.
+- ``words`` (int32, one a row of the batch): 0, or what the first layer with a bad value in this row found, as nan_words.word
+  makes it. The largest word is that of the first layer, so an atomic maximum keeps it whatever the order.
+- ``peaks`` (int32, one a layer's number): the largest finite magnitude in real rows so far, as the bits of a float32,
+  which order as integers do.
+- ``found`` (int32, pinned host memory, see `collect`): what the step has for each request.
+
+Nothing is written as long as all values are finite and no larger than before.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-FLAGS = 8  # 2 * tensor + kind; tensors q, k, v, output; kinds NaN, Inf
+from vllm_ndt.nan_words import FLAGS, LAYERS
+
+GROUP = 4  # layers that one launch can look at
+# In batches of more rows, inputs are read for one row in SAMPLE, other ones in each layer, and where the output is bad.
+FULL_ROWS = 2048
+SAMPLE = 16
+SPLITS = 8  # programs a request that read its logits
+FOUND = 2 + SPLITS  # words a request: `words`' largest, its row counted from the request's first, the logits' flags
+
+
+class Layer(NamedTuple):
+    """A layer to look at: its tensors, each (rows, heads, size) or None, and its number, from 1."""
+
+    tensors: Sequence[torch.Tensor | None]
+    number: int
 
 
 @triton.jit
@@ -25,79 +42,136 @@ def _either(a, b):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _flags(  # type: ignore[no-untyped-def]
-    acc, base, head, step,
-    length: tl.constexpr, size: tl.constexpr, block: tl.constexpr, flag: tl.constexpr,
-):  # fmt: skip
-    """acc with bit `flag` for each NaN and bit `flag` + 1 for each Inf of one row of `length` values."""
+def _bits(base, head, step, start, length: tl.constexpr, size: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The magnitudes of up to `block` values of a row, as the bits of float32."""
+    index = start + tl.arange(0, block)
+    place = index * step if size == length else (index // size) * head + (index % size) * step
+    value = tl.load(base + place, mask=index < length, other=0.0)
+    # On the bits, so that no fast-math rule can fold the comparison away.
+    return value.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _largest(acc, base, head, step, length: tl.constexpr, size: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
     for start in tl.static_range(0, length, block):
-        index = start + tl.arange(0, block)
-        place = index * step if size == length else (index // size) * head + (index % size) * step
-        value = tl.load(base + place, mask=index < length, other=0.0)
-        # On the bits, so that no fast-math rule can fold the comparison away.
-        magnitude = value.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        acc = acc | tl.where(magnitude > 0x7F800000, 1 << flag, tl.where(magnitude == 0x7F800000, 2 << flag, 0))
+        acc = tl.maximum(acc, _bits(base, head, step, start, length, size, block))
     return acc
 
 
-@triton.jit(do_not_specialize=["layer", "last"], do_not_specialize_on_alignment=["rows"])  # type: ignore[untyped-decorator]
-def _check_rows(  # type: ignore[no-untyped-def]
-    q, k, v, out,
-    rows, state, report,
-    layer, last,
-    q_row, q_head, q_step,
-    k_row, k_head, k_step,
-    v_row, v_head, v_step,
-    out_row, out_head, out_step,
-    q_length: tl.constexpr, q_size: tl.constexpr,
-    k_length: tl.constexpr, k_size: tl.constexpr,
-    v_length: tl.constexpr, v_size: tl.constexpr,
-    out_length: tl.constexpr, out_size: tl.constexpr,
-    block: tl.constexpr, by_slot: tl.constexpr,
+@triton.jit  # type: ignore[untyped-decorator]
+def _look_closer(  # type: ignore[no-untyped-def]
+    flags, peak, base, head, step,
+    length: tl.constexpr, size: tl.constexpr, block: tl.constexpr, flag: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
+    """flags with bit `flag` for each NaN and the next for each Inf; the larger of peak and the finite magnitudes."""
+    for start in tl.static_range(0, length, block):
+        bits = _bits(base, head, step, start, length, size, block)
+        flags = flags | tl.where(bits > 0x7F800000, 1 << flag, tl.where(bits == 0x7F800000, 2 << flag, 0))
+        peak = tl.maximum(peak, tl.where(bits < 0x7F800000, bits, 0))
+    return flags, peak
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _check_row(  # type: ignore[no-untyped-def]
+    q, k, v, out,
+    rows, words, peaks, layer, last, pid,
+    q_row, q_head, q_step, k_row, k_head, k_step, v_row, v_head, v_step, out_row, out_head, out_step,
+    q_length: tl.constexpr, q_size: tl.constexpr, k_length: tl.constexpr, k_size: tl.constexpr,
+    v_length: tl.constexpr, v_size: tl.constexpr, out_length: tl.constexpr, out_size: tl.constexpr,
+    block: tl.constexpr, by_slot: tl.constexpr, sample: tl.constexpr, flags_bits: tl.constexpr, layers: tl.constexpr,
+):  # fmt: skip
     row = pid.to(tl.int64)
-    first = tl.load(state)
-    if (pid == 0) & (first != 0) & (first != layer):
-        tl.store(state + 1, 1)
-    if (first == 0) | (first == layer):
-        real = tl.load(rows + row) >= 0 if by_slot else pid < tl.load(rows + last)
-        if real:
-            acc = tl.zeros([block], dtype=tl.int32)
-            acc = _flags(acc, q + row * q_row, q_head, q_step, q_length, q_size, block, 0)
-            acc = _flags(acc, k + row * k_row, k_head, k_step, k_length, k_size, block, 2)
-            acc = _flags(acc, v + row * v_row, v_head, v_step, v_length, v_size, block, 4)
-            acc = _flags(acc, out + row * out_row, out_head, out_step, out_length, out_size, block, 6)
-            if tl.max(acc, 0) != 0:
-                bits = tl.reduce(acc, 0, _either)
-                owner = tl.atomic_cas(state, 0, layer)
-                if ((owner == 0) | (owner == layer)) & (tl.load(state + 1) == 0):
-                    lane = tl.arange(0, 8)
-                    tl.store(report + 1 + lane, tl.full([8], 1, tl.int32), mask=((bits >> lane) & 1) != 0)
-                    tl.store(report, layer)
+    q, k, v, out = q + row * q_row, k + row * k_row, v + row * v_row, out + row * out_row
+    # All loads are issued at once: what decides comes no earlier than what is decided upon.
+    real = tl.load(rows + row) >= 0 if by_slot else pid < tl.load(rows + last)
+    before = tl.load(peaks + layer)
+    acc = _largest(tl.zeros([block], dtype=tl.int32), out, out_head, out_step, out_length, out_size, block)
+    if (pid + layer) % sample == 0:
+        acc = _largest(acc, q, q_head, q_step, q_length, q_size, block)
+        acc = _largest(acc, k, k_head, k_step, k_length, k_size, block)
+        acc = _largest(acc, v, v_head, v_step, v_length, v_size, block)
+    if real & (tl.max(acc, 0) > before):
+        flags = tl.zeros([block], dtype=tl.int32)
+        peak = tl.zeros([block], dtype=tl.int32)
+        flags, peak = _look_closer(flags, peak, q, q_head, q_step, q_length, q_size, block, 0)
+        flags, peak = _look_closer(flags, peak, k, k_head, k_step, k_length, k_size, block, 2)
+        flags, peak = _look_closer(flags, peak, v, v_head, v_step, v_length, v_size, block, 4)
+        flags, peak = _look_closer(flags, peak, out, out_head, out_step, out_length, out_size, block, 6)
+        tl.atomic_max(peaks + layer, tl.max(peak, 0), sem="relaxed")
+        bits = tl.reduce(flags, 0, _either)
+        if bits != 0:
+            tl.atomic_max(words + row, ((layers - layer) << flags_bits) | bits, sem="relaxed")
+
+
+_UNSPECIALIZED = ["layer0", "layer1", "layer2", "layer3", "last"]
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=["rows"])  # type: ignore[untyped-decorator]
+def _check_rows(  # type: ignore[no-untyped-def]
+    q0, k0, v0, out0, layer0,
+    q1, k1, v1, out1, layer1,
+    q2, k2, v2, out2, layer2,
+    q3, k3, v3, out3, layer3,
+    rows, words, peaks, last,
+    q_row, q_head, q_step, k_row, k_head, k_step, v_row, v_head, v_step, out_row, out_head, out_step,
+    q_length: tl.constexpr, q_size: tl.constexpr, k_length: tl.constexpr, k_size: tl.constexpr,
+    v_length: tl.constexpr, v_size: tl.constexpr, out_length: tl.constexpr, out_size: tl.constexpr,
+    block: tl.constexpr, by_slot: tl.constexpr, sample: tl.constexpr, flags_bits: tl.constexpr, layers: tl.constexpr,
+):  # fmt: skip
+    pid, which = tl.program_id(0), tl.program_id(1)
+    if which == 0:
+        _check_row(
+            q0, k0, v0, out0, rows, words, peaks, layer0, last, pid,
+            q_row, q_head, q_step, k_row, k_head, k_step, v_row, v_head, v_step, out_row, out_head, out_step,
+            q_length, q_size, k_length, k_size, v_length, v_size, out_length, out_size,
+            block, by_slot, sample, flags_bits, layers,
+        )  # fmt: skip
+    elif which == 1:
+        _check_row(
+            q1, k1, v1, out1, rows, words, peaks, layer1, last, pid,
+            q_row, q_head, q_step, k_row, k_head, k_step, v_row, v_head, v_step, out_row, out_head, out_step,
+            q_length, q_size, k_length, k_size, v_length, v_size, out_length, out_size,
+            block, by_slot, sample, flags_bits, layers,
+        )  # fmt: skip
+    elif which == 2:
+        _check_row(
+            q2, k2, v2, out2, rows, words, peaks, layer2, last, pid,
+            q_row, q_head, q_step, k_row, k_head, k_step, v_row, v_head, v_step, out_row, out_head, out_step,
+            q_length, q_size, k_length, k_size, v_length, v_size, out_length, out_size,
+            block, by_slot, sample, flags_bits, layers,
+        )  # fmt: skip
+    else:
+        _check_row(
+            q3, k3, v3, out3, rows, words, peaks, layer3, last, pid,
+            q_row, q_head, q_step, k_row, k_head, k_step, v_row, v_head, v_step, out_row, out_head, out_step,
+            q_length, q_size, k_length, k_size, v_length, v_size, out_length, out_size,
+            block, by_slot, sample, flags_bits, layers,
+        )  # fmt: skip
+
+
+def alike(one: Layer, other: Layer) -> bool:
+    """Whether one launch can look at both: their tensors differ in nothing but the address."""
+    return all(
+        (a is None) == (b is None)
+        and (a is None or b is None or (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype))
+        for a, b in zip(one.tensors, other.tensors, strict=True)
+    )
 
 
 def check_rows(
-    tensors: Sequence[torch.Tensor | None],
-    count: int,
-    rows: torch.Tensor,
-    by_slot: bool,
-    state: torch.Tensor,
-    report: torch.Tensor,
-    layer: int,
+    layers: Sequence[Layer], count: int, rows: torch.Tensor, by_slot: bool, words: torch.Tensor, peaks: torch.Tensor
 ) -> None:
-    """Look at rows 0 to `count` - 1 of q, k, v and the output, in that order; None for a tensor to leave out.
+    """Look at rows 0 to `count` - 1 of up to GROUP layers that are `alike`.
 
-    Each tensor has the shape (rows, heads, size), any strides and the type float16, bfloat16 or float32. A row is real
-    if its entry in `rows` is not negative (`by_slot`: the slot mapping), or else if it is below the last entry of
-    `rows` (the query start locations). `layer` counts from 1. Launches one kernel on the current stream and allocates
-    nothing.
+    Tensors have the shape (rows, heads, size), any strides and the type float16, bfloat16 or float32. A row is real if
+    its entry in `rows` is not negative (`by_slot`: the slot mapping), or else if it is below the last entry of `rows`
+    (the query start locations). Launches one kernel on the current stream and allocates nothing.
     """
-    some = next(tensor for tensor in tensors if tensor is not None)
-    pointers, strides, shapes = [], [], []
-    for tensor in tensors:
+    some = next(tensor for tensor in layers[0].tensors if tensor is not None)
+    strides: list[int] = []
+    shapes: list[int] = []
+    for tensor in layers[0].tensors:
         if tensor is None:
-            pointers.append(some)
             strides += [0, 0, 0]
             shapes += [0, 1]
             continue
@@ -106,12 +180,94 @@ def check_rows(
         length = heads * size
         if head == size * step or heads == 1:
             head, size = 0, length  # the row is evenly spaced
-        pointers.append(tensor)
         strides += [row, head, step]
         shapes += [length, size]
+    pointers: list[torch.Tensor | int] = []
+    for layer in (list(layers) + [layers[0]] * GROUP)[:GROUP]:
+        pointers += [some if tensor is None else tensor for tensor in layer.tensors]
+        pointers.append(layer.number)
     # About four blocks for the longest row; eight values a thread.
     block = min(4096, max(128, triton.next_power_of_2(-(-max(shapes[::2]) // 4))))
-    _check_rows[(count,)](
-        *pointers, rows, state, report, layer, rows.shape[0] - 1, *strides, *shapes, block, by_slot,
+    _check_rows[(count, len(layers))](
+        *pointers, rows, words, peaks, rows.shape[0] - 1, *strides, *shapes,
+        block, by_slot, 1 if count <= FULL_ROWS else SAMPLE, FLAGS, LAYERS,
         num_warps=min(8, max(1, block // 256)),
     )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _collect(  # type: ignore[no-untyped-def]
+    words, starts, logits, logit_starts, found,
+    limit, stride, vocabulary, share,
+    has_logits: tl.constexpr, width: tl.constexpr, block: tl.constexpr, flags_bits: tl.constexpr,
+):  # fmt: skip
+    request, which = tl.program_id(0), tl.program_id(1)
+    lane = tl.arange(0, block)
+    if which == 0:
+        first = tl.load(starts + request)
+        end = tl.minimum(tl.load(starts + request + 1), limit)
+        most = 0
+        for at in range(first, end, block):
+            row = at + lane
+            most = tl.maximum(most, tl.max(tl.load(words + row, mask=row < end, other=0), 0))
+        if most != 0:
+            flags = 0
+            where = limit
+            for at in range(first, end, block):
+                row = at + lane
+                value = tl.load(words + row, mask=row < end, other=0)
+                same = (value >> flags_bits) == (most >> flags_bits)
+                flags = flags | tl.reduce(tl.where(same, value & ((1 << flags_bits) - 1), 0), 0, _either)
+                where = tl.minimum(where, tl.min(tl.where(same, row, limit), 0))
+                tl.store(words + row, tl.zeros([block], dtype=tl.int32), mask=row < end)
+            tl.store(found + request * width + 1, where - first)
+            tl.store(found + request * width, ((most >> flags_bits) << flags_bits) | flags)
+    elif has_logits:
+        flags = tl.zeros([block], dtype=tl.int32)
+        begin = (which - 1) * share
+        for position in range(tl.load(logit_starts + request), tl.load(logit_starts + request + 1)):
+            base = logits + position.to(tl.int64) * stride
+            for at in range(begin, tl.minimum(begin + share, vocabulary), block):
+                bits = tl.load(base + at + lane, mask=at + lane < tl.minimum(begin + share, vocabulary), other=0.0)
+                bits = bits.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+                flags = flags | tl.where(bits > 0x7F800000, 1, tl.where(bits == 0x7F800000, 2, 0))
+        bits = tl.reduce(flags, 0, _either)
+        if bits != 0:
+            tl.store(found + request * width + 1 + which, bits)
+
+
+def collect(
+    words: torch.Tensor,
+    starts: torch.Tensor,
+    requests: int,
+    logits: torch.Tensor | None,
+    logit_starts: torch.Tensor,
+    found: torch.Tensor,
+) -> None:
+    """End a step: what its rows and logits hold goes to `found`, which must be 0 before; words become 0 again.
+
+    Request i has the rows starts[i] to starts[i + 1] and the logits logit_starts[i] to logit_starts[i + 1] (logits:
+    (positions, vocabulary)). found, (requests or more, FOUND), gets the word of its first bad layer and that layer's
+    first bad row, counted from the request's first, and flags (1: NaN, 2: Inf) of each share of its logits. Launches
+    one kernel on the current stream and allocates nothing.
+    """
+    vocabulary = 0 if logits is None else logits.shape[1]
+    block = 1024
+    share = triton.cdiv(vocabulary, SPLITS * block) * block
+    _collect[(requests, 1 if logits is None else 1 + SPLITS)](
+        words, starts, words if logits is None else logits, logit_starts, found,
+        words.shape[0], 0 if logits is None else logits.stride(0), vocabulary, share,
+        logits is not None, FOUND, block, FLAGS,
+        num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["row"])  # type: ignore[untyped-decorator]
+def _inject(tensor, armed, row, stride, value):  # type: ignore[no-untyped-def]
+    if tl.load(armed) != 0:
+        tl.store(tensor + row.to(tl.int64) * stride, value)
+
+
+def inject(tensor: torch.Tensor, row: int, value: float, armed: torch.Tensor) -> None:
+    """Put a value into the first place of a row, when the kernel runs while `armed` (int32, one word) is not 0."""
+    _inject[(1,)](tensor, armed, row, tensor.stride(0), value, num_warps=1)

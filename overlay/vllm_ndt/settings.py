@@ -3,12 +3,26 @@
 
 import re
 from collections.abc import Mapping
+from typing import NamedTuple
 
 ENCODER_CACHE_TOKENS = "VLLM_NDT_ENCODER_CACHE_TOKENS"
 NAN_GUARD = "VLLM_NDT_NAN_GUARD"
+NAN_GUARD_LAYERS = "VLLM_NDT_NAN_GUARD_LAYERS"
+NAN_INJECT = "VLLM_NDT_NAN_INJECT"
 USAGE_STATS = "VLLM_NDT_USAGE_STATS"
 
 AUTO = "auto"
+TENSORS = ("q", "k", "v", "output")
+
+
+class Injection(NamedTuple):
+    """A fault to put into a tensor (of TENSORS) of one layer: in which step, from 1, and row of the batch, from 0."""
+
+    layer: int
+    tensor: str
+    step: int
+    row: int
+    value: float
 
 
 class SettingError(Exception):
@@ -40,8 +54,36 @@ def encoder_cache_tokens(environ: Mapping[str, str]) -> int | str | None:
 
 
 def nan_guard(environ: Mapping[str, str]) -> str:
-    """The guard's mode, "off" (the default) or "report", in any case; raises SettingError on another value."""
-    return _one_of(environ, NAN_GUARD, ("off", "report"))
+    """The guard's mode, "off" (the default), "report" or "abort", in any case; raises SettingError on another value."""
+    return _one_of(environ, NAN_GUARD, ("off", "report", "abort"))
+
+
+def nan_guard_norms(environ: Mapping[str, str]) -> bool:
+    """Whether the guard watches layer norms beside attention; raises SettingError on another value."""
+    value = environ.get(NAN_GUARD_LAYERS, "")
+    words = [word.strip().lower() for word in value.split(",")] if value.strip() else ["attention"]
+    if words[0] != "attention" or words[1:] not in ([], ["norm"]):
+        raise SettingError(NAN_GUARD_LAYERS, value, "attention or attention,norm")
+    return "norm" in words
+
+
+def nan_inject(environ: Mapping[str, str]) -> Injection | None:
+    """The fault to inject, or None; raises SettingError if it is not complete, or if the guard is off."""
+    value = environ.get(NAN_INJECT, "")
+    if not value.strip():
+        return None
+    allowed = "layer=N,tensor=q|k|v|output,step=N (from 1),row=N (from 0),value=nan|inf"
+    found = re.fullmatch(
+        r"layer=(\d{1,6}),tensor=(q|k|v|output),step=([1-9]\d{0,8}),row=(\d{1,8}),value=(nan|inf)",
+        re.sub(r"\s", "", value).lower(),
+        flags=re.ASCII,
+    )
+    if not found:
+        raise SettingError(NAN_INJECT, value, allowed)
+    if nan_guard(environ) == "off":
+        raise SettingError(NAN_INJECT, value, f"nothing while {NAN_GUARD} is off")
+    layer, tensor, step, row, kind = found.groups()
+    return Injection(int(layer), tensor, int(step), int(row), float(kind))
 
 
 def usage_stats(environ: Mapping[str, str]) -> bool:
@@ -56,6 +98,8 @@ def check(environ: Mapping[str, str]) -> None:
     """Read every variable, so that a bad value stops the start; raises SettingError for the first one."""
     encoder_cache_tokens(environ)
     nan_guard(environ)
+    nan_guard_norms(environ)
+    nan_inject(environ)
     usage_stats(environ)
 
 
@@ -64,5 +108,5 @@ def _one_of(environ: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> 
     value = environ.get(name, "")
     word = value.strip().lower() or allowed[0]
     if word not in allowed:
-        raise SettingError(name, value, " or ".join(allowed))
+        raise SettingError(name, value, f"{', '.join(allowed[:-1])} or {allowed[-1]}")
     return word

@@ -4,6 +4,7 @@
 import multiprocessing
 import os
 from pathlib import Path
+from typing import Any
 
 from vllm_ndt import manifest, settings
 
@@ -12,13 +13,22 @@ MANIFEST = Path(__file__).parents[1] / manifest.NAME
 _announced = False
 
 
-def on_engine_config() -> None:
+def on_engine_config(config: Any) -> None:
     """Check the VLLM_NDT_* variables and log the start line, once and in the first process only.
 
-    Raises settings.SettingError if a variable holds a value that is not allowed.
+    `config` is a VllmConfig that is being made. Raises settings.SettingError if a variable holds a value that is not
+    allowed, or not allowed with this configuration.
     """
     global _announced
     settings.check(os.environ)
+    if settings.nan_guard(os.environ) != "off" and settings.nan_guard_norms(os.environ):
+        # hooks on norms break torch.compile's fusions, and CUDA graphs would not record them
+        if config.model_config is not None and not config.model_config.enforce_eager:
+            raise settings.SettingError(
+                settings.NAN_GUARD_LAYERS,
+                os.environ[settings.NAN_GUARD_LAYERS],
+                "attention, or --enforce-eager with attention,norm",
+            )
     # API servers, engine cores and workers are children, and have this line in their parent's log already
     if _announced or multiprocessing.parent_process() is not None:
         return
