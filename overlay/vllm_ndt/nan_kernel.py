@@ -3,8 +3,8 @@
 
 What they share lies on the device, so that a replayed CUDA graph needs nothing of the host:
 
-- ``words`` (int32, one a row of the batch): 0, or what the first layer with a bad value in this row found, as nan_words.word
-  makes it. The largest word is that of the first layer, so an atomic maximum keeps it whatever the order.
+- ``words`` (int32, one a row of the batch): 0, or what the first layer with a bad value in this row found, see
+  `nan_words.word`. The largest word is that of the first layer: an atomic maximum keeps it, whatever the order.
 - ``peaks`` (int32, one a layer's number): the largest finite magnitude in real rows so far, as the bits of a float32,
   which order as integers do.
 - ``found`` (int32, pinned host memory, see `collect`): what the step has for each request.
@@ -226,7 +226,7 @@ def _collect(  # type: ignore[no-untyped-def]
         flags = tl.zeros([block], dtype=tl.int32)
         begin = (which - 1) * share
         for position in range(tl.load(logit_starts + request), tl.load(logit_starts + request + 1)):
-            base = logits + position.to(tl.int64) * stride
+            base = logits + tl.cast(position, tl.int64) * stride
             for at in range(begin, tl.minimum(begin + share, vocabulary), block):
                 bits = tl.load(base + at + lane, mask=at + lane < tl.minimum(begin + share, vocabulary), other=0.0)
                 bits = bits.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -262,7 +262,7 @@ def collect(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["row"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["row"])
 def _inject(tensor, armed, row, stride, value):  # type: ignore[no-untyped-def]
     if tl.load(armed) != 0:
         tl.store(tensor + row.to(tl.int64) * stride, value)

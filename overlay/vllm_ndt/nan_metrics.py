@@ -51,5 +51,7 @@ class NonfiniteProm:
 
     def observe(self, report: Mapping[str, int] | None, engine: int) -> None:
         """Record a report of `take`, or nothing if there is none."""
-        for name, metrics in self._counters.items() if report is not None else ():
+        if report is None:
+            return
+        for name, metrics in self._counters.items():
             metrics[engine].inc(report[name])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the NaN guard says in the log: which layer, which tensor, where it came from, which step and request.
 
-One line for each place in the model where values went bad first. The same again, and what a request that was hit goes on
-to find in its own KV cache, is counted in the metrics, not logged.
+One line for each place in the model where values went bad first. The same again, and what a request that was hit goes
+on to find in its own KV cache, is counted in the metrics, not logged.
 """
 
 import struct
@@ -74,7 +74,7 @@ class Reporter:
         others = len(hits) - 1
         what = "the request ends with an error" if self._guard.mode == "abort" else "it goes on"
         logger.error(
-            "NaN guard: step %d, request %s%s: %s. The first of its kind; %s. Later ones like it are counted, not logged.",
+            "NaN guard: step %d, request %s%s: %s. The first of its kind; %s. Later ones are counted, not logged.",
             step,
             request,
             f" and {others} more" if others else "",

@@ -21,14 +21,14 @@ def on_engine_config(config: Any) -> None:
     """
     global _announced
     settings.check(os.environ)
-    if settings.nan_guard(os.environ) != "off" and settings.nan_guard_norms(os.environ):
-        # hooks on norms break torch.compile's fusions, and CUDA graphs would not record them
-        if config.model_config is not None and not config.model_config.enforce_eager:
-            raise settings.SettingError(
-                settings.NAN_GUARD_LAYERS,
-                os.environ[settings.NAN_GUARD_LAYERS],
-                "attention, or --enforce-eager with attention,norm",
-            )
+    norms = settings.nan_guard(os.environ) != "off" and settings.nan_guard_norms(os.environ)
+    # hooks on norms break torch.compile's fusions, and CUDA graphs would not record them
+    if norms and config.model_config is not None and not config.model_config.enforce_eager:
+        raise settings.SettingError(
+            settings.NAN_GUARD_LAYERS,
+            os.environ[settings.NAN_GUARD_LAYERS],
+            "attention, or --enforce-eager with attention,norm",
+        )
     # API servers, engine cores and workers are children, and have this line in their parent's log already
     if _announced or multiprocessing.parent_process() is not None:
         return
