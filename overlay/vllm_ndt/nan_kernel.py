@@ -213,14 +213,18 @@ def _collect(  # type: ignore[no-untyped-def]
         if most != 0:
             flags = 0
             where = limit
+            began = limit
             for at in range(first, end, block):
                 row = at + lane
                 value = tl.load(words + row, mask=row < end, other=0)
                 same = (value >> flags_bits) == (most >> flags_bits)
                 flags = flags | tl.reduce(tl.where(same, value & ((1 << flags_bits) - 1), 0), 0, _either)
                 where = tl.minimum(where, tl.min(tl.where(same, row, limit), 0))
+                # masked by multiplication, a bad key or value spoils the outputs of rows before it too
+                inputs = same & ((value & ((1 << (flags_bits - 2)) - 1)) != 0)
+                began = tl.minimum(began, tl.min(tl.where(inputs, row, limit), 0))
                 tl.store(words + row, tl.zeros([block], dtype=tl.int32), mask=row < end)
-            tl.store(found + request * width + 1, where - first)
+            tl.store(found + request * width + 1, tl.where(began < limit, began, where) - first)
             tl.store(found + request * width, ((most >> flags_bits) << flags_bits) | flags)
     elif has_logits:
         flags = tl.zeros([block], dtype=tl.int32)
@@ -248,7 +252,7 @@ def collect(
 
     Request i has the rows starts[i] to starts[i + 1] and the logits logit_starts[i] to logit_starts[i + 1] (logits:
     (positions, vocabulary)). found, (requests or more, FOUND), gets the word of its first bad layer and that layer's
-    first bad row, counted from the request's first, and flags (1: NaN, 2: Inf) of each share of its logits. Launches
+    first row with bad inputs, or else outputs, counted from the request's first, and flags (1: NaN, 2: Inf) of each share of its logits. Launches
     one kernel on the current stream and allocates nothing.
     """
     vocabulary = 0 if logits is None else logits.shape[1]

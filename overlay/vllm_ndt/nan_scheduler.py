@@ -44,7 +44,8 @@ class Nonfinite:
             output.ndt_block_ids_to_zero = sorted(self._to_zero)
             self._to_zero = set()
         if output.total_num_scheduled_tokens:
-            self._blocks[id(output)] = {name: self._blocks_of(name) for name in output.num_scheduled_tokens}
+            written = output.num_scheduled_tokens.items()
+            self._blocks[id(output)] = {name: self._blocks_of(name, count) for name, count in written}
 
     def take(self, output: Any, made: Any) -> set[str]:
         """Count a step's findings; gives the requests that must end with an error now, of which none gets a token."""
@@ -79,10 +80,16 @@ class Nonfinite:
         request = self._scheduler.requests.get(name)
         return request is not None and not request.is_finished()
 
-    def _blocks_of(self, name: str) -> set[int]:
-        managers = self._scheduler.kv_cache_manager.coordinator.single_type_managers
-        blocks = (block for manager in managers for block in manager.req_to_blocks.get(name, ()))
-        return {block.block_id for block in blocks if not block.is_null}
+    def _blocks_of(self, name: str, written: int | None = None) -> set[int]:
+        """A request's blocks, or those alone that hold the last `written` of its scheduled tokens."""
+        request = self._scheduler.requests.get(name)
+        ids = set()
+        for manager in self._scheduler.kv_cache_manager.coordinator.single_type_managers:
+            blocks = manager.req_to_blocks.get(name, ())
+            if written is not None and request is not None:
+                blocks = blocks[max(request.num_computed_tokens - written, 0) // manager.block_size :]
+            ids.update(block.block_id for block in blocks if not block.is_null)
+        return ids
 
     def _drop_items(self, name: str) -> None:
         request = self._scheduler.requests.get(name)

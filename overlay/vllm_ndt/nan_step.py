@@ -30,7 +30,7 @@ SLOTS = 32
 @dataclass(frozen=True)
 class Hit:
     """What a step found for a request: the number of the first bad layer (0: none), that layer's flags, the first bad
-    row counted from the request's first, the logits' flags (1: NaN, 2: Inf)."""
+    row (with bad inputs, if any has) counted from the request's first, the logits' flags (1: NaN, 2: Inf)."""
 
     layer: int
     flags: int
@@ -57,7 +57,7 @@ class Pending:
     @property
     def over(self) -> bool:
         """Whether the step is over on the device."""
-        return self._event is None or bool(self._event.query())
+        return self._event is None or self._found is None or bool(self._event.query())
 
     def read(self) -> Findings | None:
         """What was found, or None; logs it. The step must be over."""
@@ -93,6 +93,7 @@ class _Steps:
         self._requests = requests
         self._device: list[torch.Tensor] = []
         self._host: list[torch.Tensor] = []
+        self._events: list[torch.cuda.Event] = []
         self._starts = torch.arange(requests + 1, dtype=torch.int32, device=runner.device)
         if runner.device.type == "cuda":
             from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
@@ -101,6 +102,7 @@ class _Steps:
 
             self._host = [torch.zeros(requests, FOUND, dtype=torch.int32, pin_memory=True) for _ in range(SLOTS)]
             self._device = [get_accelerator_view_from_cpu_tensor(host) for host in self._host]
+            self._events = [torch.cuda.Event() for _ in range(SLOTS)]
         atexit.register(self.read_what_is_over)  # of a rank whose outputs nobody reads
 
     def start(self, tokens: int) -> None:
@@ -135,7 +137,7 @@ class _Steps:
 
         slot = self.step % SLOTS
         collect(memory.words, starts, len(requests), logits, logit_starts, self._device[slot])
-        event = torch.cuda.Event()
+        event = self._events[slot]
         event.record()
         pending = Pending(self, self.step, requests, self._host[slot], event)
         self._unread.append(pending)
@@ -261,7 +263,8 @@ def _collect(
                 for value in own[same].tolist():
                     flags |= value & ((1 << FLAGS) - 1)
                 found[at, 0] = (most >> FLAGS << FLAGS) | flags
-                found[at, 1] = int(same.int().argmax())
+                began = same & (own & ((1 << FLAGS - 2) - 1) != 0)
+                found[at, 1] = int((began if began.any() else same).int().argmax())
         words.zero_()
     if logits is not None and not bool(logits.isfinite().all()):
         bounds = logit_starts.tolist()

@@ -59,7 +59,7 @@ LATENT = DENSE | {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
     "first_k_dense_replace": LAYERS,
-    "n_routed_experts": None,
+    "n_routed_experts": 8,
     "moe_intermediate_size": 512,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10_000.0,
@@ -99,7 +99,7 @@ def check_kernel(checks: Checks) -> None:
     from vllm_ndt.nan_guard import Memory, _check, _real
     from vllm_ndt.nan_kernel import FULL_ROWS, SAMPLE, Layer, check_rows
 
-    cuda, cpu = torch.device("cuda", torch.cuda.current_device()), torch.device("cpu")
+    cuda = torch.device("cuda", torch.cuda.current_device())
     checks.note("device", torch.cuda.get_device_name())
     memory = Memory(cuda, 8192, 16)
     wrong: list[Any] = []
@@ -125,13 +125,13 @@ def check_kernel(checks: Checks) -> None:
                 memory.peaks.zero_()
                 check_rows(layers, count, marks, by_slot, memory.words, memory.peaks)
                 launches += 1
-                expected = Memory(cpu, 8192, 16)
-                mask = _real(marks, by_slot, count).cpu()
+                expected = Memory(cuda, 8192, 16)
+                mask = _real(marks, by_slot, count)
                 for layer in layers:
-                    _check([t.cpu() for t in layer.tensors], layer.number, mask, expected)
-                same = torch.equal(memory.words.cpu(), expected.words)
+                    _check(layer.tensors, layer.number, mask, expected)
+                same = torch.equal(memory.words, expected.words)
                 # in large batches only some rows' inputs are read
-                peaks = count > FULL_ROWS or torch.equal(memory.peaks.cpu(), expected.peaks)
+                peaks = count > FULL_ROWS or torch.equal(memory.peaks, expected.peaks)
                 if not same or not peaks:
                     wrong.append([str(dtype), heads, size, count, by_slot, place, str(bad), same, peaks])
     checks.that("check_rows agrees with PyTorch", not wrong, wrong[:5] or f"{launches} launches")

@@ -33,7 +33,14 @@ def environment(monkeypatch):
     [
         ("VLLM_NDT_USAGE_STATS", "maybe", "0 or 1"),
         ("VLLM_NDT_USAGE_STATS", "true", "0 or 1"),
-        ("VLLM_NDT_NAN_GUARD", "on", "off or report"),
+        ("VLLM_NDT_NAN_GUARD", "sometimes", "off, report or abort"),
+        ("VLLM_NDT_NAN_GUARD_LAYERS", "norm", "attention or attention,norm"),
+        ("VLLM_NDT_NAN_INJECT", "layer=x", "layer=N,tensor=q|k|v|output,step=N (from 1),row=N (from 0),value=nan|inf"),
+        (
+            "VLLM_NDT_NAN_INJECT",
+            "layer=2,tensor=output,step=5,row=0,value=nan",
+            "nothing while VLLM_NDT_NAN_GUARD is off",
+        ),
         ("VLLM_NDT_ENCODER_CACHE_TOKENS", "1e4", "a whole number of embeddings from 1 up"),
         ("VLLM_NDT_ENCODER_CACHE_TOKENS", "", "a whole number of embeddings from 1 up"),
     ],

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patch carry-nonfinite-with-output: a real engine names what was put into it, to the layer, tensor and request."""
+
+from typing import Any
+
+import pytest
+from nan_engine import KINDS, LAYERS, TENSORS, outcome
+from tiny_models import write_text_model
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return outcome("names", write_text_model(tmp_path_factory.mktemp("model")), "report")
+
+
+def test_an_injected_fault_is_named_exactly(found: Any) -> None:
+    assert len(found["faults"]) == LAYERS * len(TENSORS) * len(KINDS) * 2
+    for layer, tensor, kind, prefill, request, lines in found["faults"]:
+        which = f"{layer}, {tensor}, {kind}, {'prefill' if prefill else 'decode'}: {lines}"
+        assert len(lines) == 1, which
+        line = lines[0]
+        row = 2 if prefill else 0
+        assert f"in layer model.layers.{layer}.self_attn.attn, row {row} of the request: " in line, which
+        bad, _, clean = line.split("of the request: ")[1].partition(" clean: ")
+        assert f"{tensor} ({kind})" in bad, which
+        assert not any(f"{other} (" in bad for other in TENSORS if other not in (tensor, "output")), which
+        assert ("in its attention kernel, or from its KV cache" in clean) == (tensor == "output"), which
+        assert ("before this layer's attention" in clean) == (tensor != "output"), which
+        # what it spoils later in the same prefill is a row of the same request; nobody else is named
+        assert request in line, which
+        assert " more:" not in line, which
+
+
+def test_a_thousand_clean_prompts_raise_no_alarm(found: Any) -> None:
+    assert found["served"] == 1000
+    assert found["start"] == ["NaN guard: report, watching 4 attention layers and the logits."]
+    assert found["clean"] == []
+
+
+def test_nan_behind_the_last_attention_is_found_in_the_logits(found: Any) -> None:
+    assert len(found["logits"]) == 1, found["logits"]
+    assert "and 2 more: NaN in the logits, and in no attention layer" in found["logits"][0]
