@@ -28,17 +28,14 @@ from vllm_ndt import settings
 
 ATTENTION = ("q", "k", "v", "output")
 MLA = ("q", "kv_c", "k_pe", "output")
-NORM = ("input", "residual", "", "output")
+NORM = ("input", "", "", "output")
 WATCHABLE = (torch.float16, torch.bfloat16, torch.float32)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def guard_attention(function: F) -> F:
-    """The attention operator's body with the guard around it, or `function` itself if the guard is off.
-
-    Raises settings.SettingError if a variable holds a value that is not allowed.
-    """
+    """The attention operator's body with the guard around it, or `function` itself if the guard is off."""
     guard = process_guard()
     if guard is None:
         return function
@@ -94,9 +91,16 @@ def guard_mla(function: F) -> F:
 
 @functools.cache
 def process_guard() -> "Guard | None":
-    """This process' guard, or None if it is off."""
-    mode = settings.nan_guard(os.environ)
-    return None if mode == "off" else Guard(mode, settings.nan_inject(os.environ))
+    """This process' guard, or None if it is off, or if a variable holds a value that is not allowed.
+
+    It is asked when upstream's modules are imported, from where an error would not reach the operator. The engine's
+    configuration is checked in any case, and says it.
+    """
+    try:
+        mode = settings.nan_guard(os.environ)
+        return None if mode == "off" else Guard(mode, settings.nan_inject(os.environ))
+    except settings.SettingError:
+        return None
 
 
 class Memory:

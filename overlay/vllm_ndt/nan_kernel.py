@@ -252,8 +252,8 @@ def collect(
 
     Request i has the rows starts[i] to starts[i + 1] and the logits logit_starts[i] to logit_starts[i + 1] (logits:
     (positions, vocabulary)). found, (requests or more, FOUND), gets the word of its first bad layer and that layer's
-    first row with bad inputs, or else outputs, counted from the request's first, and flags (1: NaN, 2: Inf) of each share of its logits. Launches
-    one kernel on the current stream and allocates nothing.
+    first row with bad inputs, or else outputs, counted from the request's first, and flags (1: NaN, 2: Inf) of each
+    share of its logits. Launches one kernel on the current stream and allocates nothing.
     """
     vocabulary = 0 if logits is None else logits.shape[1]
     block = 1024

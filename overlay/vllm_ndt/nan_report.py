@@ -91,7 +91,7 @@ class Reporter:
         guard = self._guard
         name, kind = guard.names[hit.layer], guard.kinds[hit.layer]
         text = describe(flags, kind, guard.checked.get(hit.layer, (True,) * 4))
-        return f"first non-finite values in layer {name}, row {hit.row} of the request: {text}: " + (
+        return f"first non-finite values in layer {name}, row {hit.row} of its rows in this step: {text}: " + (
             self._origin(request, hit.layer, flags, runner) + self._largest(hit.layer)
         )
 

@@ -83,7 +83,7 @@ class Nonfinite:
     def _blocks_of(self, name: str, written: int | None = None) -> set[int]:
         """A request's blocks, or those alone that hold the last `written` of its scheduled tokens."""
         request = self._scheduler.requests.get(name)
-        ids = set()
+        ids: set[int] = set()
         for manager in self._scheduler.kv_cache_manager.coordinator.single_type_managers:
             blocks = manager.req_to_blocks.get(name, ())
             if written is not None and request is not None:

@@ -132,7 +132,9 @@ class _Steps:
             logit_starts = self._starts
         if not self._device:
             found = _collect(memory.words, starts, len(requests), logits, logit_starts)
-            return Pending(self, self.step, requests, found, None)
+            pending = Pending(self, self.step, requests, found, None)
+            self._unread.append(pending)
+            return pending
         from vllm_ndt.nan_kernel import collect
 
         slot = self.step % SLOTS
@@ -234,7 +236,7 @@ def _norms(modules: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _norm_hook(guard: Guard, name: str) -> Any:
-    """Looks at a norm's input, the residual that was added to it, and the output, if they have one row a token."""
+    """Looks at a norm's input, with the residual if there is one, and its output, if they have one row a token."""
 
     def hook(_module: Any, given: Any, made: Any) -> None:
         output, residual = made if isinstance(made, tuple) else (made, None)

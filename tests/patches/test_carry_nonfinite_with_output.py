@@ -20,8 +20,8 @@ def test_an_injected_fault_is_named_exactly(found: Any) -> None:
         assert len(lines) == 1, which
         line = lines[0]
         row = 2 if prefill else 0
-        assert f"in layer model.layers.{layer}.self_attn.attn, row {row} of the request: " in line, which
-        bad, _, clean = line.split("of the request: ")[1].partition(" clean: ")
+        assert f"in layer model.layers.{layer}.self_attn.attn, row {row} of its rows in this step: " in line, which
+        bad, _, clean = line.split("in this step: ")[1].partition(" clean: ")
         assert f"{tensor} ({kind})" in bad, which
         assert not any(f"{other} (" in bad for other in TENSORS if other not in (tensor, "output")), which
         assert ("in its attention kernel, or from its KV cache" in clean) == (tensor == "output"), which
