@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loads import Engine, Prompt, Text, make_config, make_scheduler, random_load, run
+from loads import Engine, Prompt, Text, Violation, make_config, make_scheduler, random_load, run
 from tiny_models import write_hybrid_vision_model
 
 CHUNK = 1000
@@ -39,8 +39,9 @@ def test_a_request_that_comes_back_computes_what_it_never_computed(config: Any) 
     low = Prompt(name="low", segments=(Text(4000, "low"),), max_tokens=1, arrives=0, priority=2)
     high = Prompt(name="high", segments=(Text(2050, "high"),), max_tokens=1, arrives=2, priority=0)
 
-    result = run(scheduler, engine, [low, high])
+    result, wrong = outcome(scheduler, engine, [low, high])
 
+    assert wrong is None
     assert set(result.finished) == {"low", "high"}
     assert starts[:2] == [0, CHUNK]
     # two steps were computed, and what is left of them is used again
@@ -52,4 +53,12 @@ def test_a_recurrent_state_is_no_hit_before_it_was_computed(config: Any) -> None
     engine, prompts = random_load(random.Random(FOUND))
     assert engine.hybrid
     assert engine.priority
-    run(make_scheduler(config, engine), engine, prompts, seed=FOUND)
+    assert outcome(make_scheduler(config, engine), engine, prompts, seed=FOUND)[1] is None
+
+
+def outcome(*load: Any, **more: Any) -> tuple[Any, str | None]:
+    """What a load did, and what a worker would have done wrong, if anything."""
+    try:
+        return run(*load, **more), None
+    except Violation as wrong:
+        return None, str(wrong)
