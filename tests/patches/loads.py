@@ -5,6 +5,7 @@ The worker keeps what a model runner keeps (encoder outputs by item, recurrent s
 token. A check that fails raises Violation; a load that stands still gives Result.stalled.
 """
 
+import os
 import random
 import re
 from collections import deque
@@ -186,7 +187,9 @@ def make_request(scheduler: Any, prompt: Prompt) -> Any:
     from vllm.v1.request import Request
 
     hash_function = get_hash_fn_by_name("sha256_cbor")
-    init_none_hash(hash_function)
+    # one start of the chain for all requests, without which none shares a prefix with another
+    with mock.patch.dict(os.environ, {"PYTHONHASHSEED": "0"}):
+        init_none_hash(hash_function)
     tokens: list[int] = []
     features = []
     for segment in prompt.segments:
