@@ -214,16 +214,6 @@ def test_a_bad_prompt_ends_a_stream_with_the_same_error(aborting: Server, path: 
     assert "Traceback" not in log[0]
 
 
-def test_a_bad_prompt_ends_a_stream_of_responses(aborting: Server) -> None:
-    """That protocol has names for its events, and no [DONE]."""
-    with log_of(aborting) as log:
-        done = ask(aborting, RESPONSES, GOOD + BAD, stream=True)
-    assert done.status == 200
-    events = [block for block in done.text.split("\n\n") if block and not block.endswith("[DONE]")]
-    assert "Internal server error" in events[-1]
-    assert "Traceback" not in log[0]
-
-
 @pytest.mark.parametrize("more", [{}, {"stream": True}, {"use_beam_search": True, "n": 2}])
 def test_a_bad_prompt_beside_a_good_one_in_a_request(aborting: Server, more: dict[str, Any]) -> None:
     with log_of(aborting) as log:
