@@ -104,6 +104,13 @@ class Manager(EncoderCacheManager):
         if self.freeable.pop(item, None) is None:
             self.num_freeable_slots += size
         del self.cached[item]
+        self._tainted.discard(item)
+
+    def reset(self) -> None:
+        """As upstream's; what was evicted or tainted before says nothing of new weights."""
+        super().reset()
+        self._tainted.clear()
+        self._evicted.clear()
 
     def taint(self, request: Request) -> None:
         """Serve none of the request's entries to another: they go now, or once those that have them let go."""

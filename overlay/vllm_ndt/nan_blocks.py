@@ -21,8 +21,9 @@ def zero_blocks(runner: Any, block_ids: Iterable[int]) -> None:
             continue
         seen.add(key)
         places = torch.tensor([block * ratio + at for block in ids for at in range(ratio)], device=cache.device)
-        # not every type of the cache can be filled, and 0 is 0 in all of them
-        cache.view(torch.uint8).index_fill_(dim, places, 0)
+        if cache.element_size() == 1:  # types of one byte cannot all be filled, and 0 is 0 in all of them
+            cache = cache.view(torch.uint8)
+        cache.index_fill_(dim, places, 0)
 
 
 def _caches(runner: Any) -> Iterator[tuple[torch.Tensor, int, int]]:

@@ -18,6 +18,7 @@ Limits: see docs/nan.md.
 """
 
 import functools
+import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -25,6 +26,9 @@ from typing import Any, TypeVar
 import torch
 
 from vllm_ndt import settings
+
+# below "vllm", which vLLM sets up; a name of our own would log nothing
+logger = logging.getLogger("vllm.ndt.nan_guard")
 
 ATTENTION = ("q", "k", "v", "output")
 MLA = ("q", "kv_c", "k_pe", "output")
@@ -130,7 +134,7 @@ class Guard:
         self._watched: frozenset[str] | None = None
         self._grouping = False
         self._held: list[Any] = []
-        self._held_for: Any = None  # the forward context and marks of what is held
+        self._held_for: Any = None  # what all that is held has in common
         self._ends: set[int] = set()  # layers that were a forward's last
         self._previous: tuple[Any, int] = (None, 0)
 
@@ -176,19 +180,24 @@ class Guard:
         self._previous = (context, number)
         output = tensors[3]
         assert output is not None
+        self._look(self.memory, name, number, tensors, output, context)
+        if self._held and number in self._ends:
+            self._flush()
+
+    def _look(self, memory: Memory, name: str, number: int, tensors: Any, output: torch.Tensor, context: Any) -> None:
         marks = _marks(name, context, output.shape[0])
         if marks is None:
             return
         rows, by_slot = marks
         watched = tuple(tensor if _watchable(tensor, output) else None for tensor in tensors)
-        count = min(output.shape[0], self.memory.words.shape[0])
+        count = min(output.shape[0], memory.words.shape[0])
         if by_slot:
             count = min(count, rows.shape[0])
         self.checked[number] = tuple(tensor is not None for tensor in watched)
         if count == 0 or not any(self.checked[number]):
             return
         if output.device.type != "cuda":
-            _check(watched, number, _real(rows, by_slot, count), self.memory)
+            _check(watched, number, _real(rows, by_slot, count), memory)
             return
         self._launch(watched, number, count, rows, by_slot, context)
 
@@ -199,12 +208,17 @@ class Guard:
         if not (self._grouping and self._ends and torch.cuda.is_current_stream_capturing()):
             self._run([layer], count, rows, by_slot)
             return
-        common = (context, count, rows.data_ptr(), by_slot)
-        if self._held and (common != self._held_for[0] or not alike(self._held[0], layer)):
+        common = (id(context), count, rows.data_ptr(), by_slot)
+        if self._held and self._held_for[0][0] != id(context):
+            # of a forward pass whose last layer was not known; its graph is closed and its memory is another's
+            names = ", ".join(self.names[held.number] for held in self._held)
+            logger.warning("NaN guard: %s: not watched in one of the CUDA graphs.", names)
+            self._held = []
+        elif self._held and (common != self._held_for[0] or not alike(self._held[0], layer)):
             self._flush()
         self._held.append(layer)
         self._held_for = common, (count, rows, by_slot)
-        if len(self._held) == GROUP or number in self._ends:
+        if len(self._held) == GROUP:
             self._flush()
 
     def _flush(self) -> None:
@@ -244,7 +258,7 @@ def _watchable(tensor: torch.Tensor | None, output: torch.Tensor) -> bool:
 def _marks(name: str, context: Any, count: int) -> tuple[torch.Tensor, bool] | None:
     """What tells real rows: the slot mapping (True) or the query start locations (False); None without a real batch."""
     metadata, slots = context.attn_metadata, context.slot_mapping
-    if isinstance(metadata, list):  # microbatches; the operator reads the first, too
+    if isinstance(metadata, list):  # the operator reads the first, too: the model's own, of those of a drafter
         metadata = metadata[0]
     if not isinstance(metadata, dict) or not metadata:
         return None

@@ -232,9 +232,10 @@ def _collect(  # type: ignore[no-untyped-def]
         for position in range(tl.load(logit_starts + request), tl.load(logit_starts + request + 1)):
             base = logits + tl.cast(position, tl.int64) * stride
             for at in range(begin, tl.minimum(begin + share, vocabulary), block):
-                bits = tl.load(base + at + lane, mask=at + lane < tl.minimum(begin + share, vocabulary), other=0.0)
-                bits = bits.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-                flags = flags | tl.where(bits > 0x7F800000, 1, tl.where(bits == 0x7F800000, 2, 0))
+                value = tl.load(base + at + lane, mask=at + lane < tl.minimum(begin + share, vocabulary), other=0.0)
+                bits = value.to(tl.float32).to(tl.int32, bitcast=True)
+                # with its sign: models rule tokens out with -Inf
+                flags = flags | tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 1, tl.where(bits == 0x7F800000, 2, 0))
         bits = tl.reduce(flags, 0, _either)
         if bits != 0:
             tl.store(found + request * width + 1 + which, bits)
@@ -252,8 +253,8 @@ def collect(
 
     Request i has the rows starts[i] to starts[i + 1] and the logits logit_starts[i] to logit_starts[i + 1] (logits:
     (positions, vocabulary)). found, (requests or more, FOUND), gets the word of its first bad layer and that layer's
-    first row with bad inputs, or else outputs, counted from the request's first, and flags (1: NaN, 2: Inf) of each
-    share of its logits. Launches one kernel on the current stream and allocates nothing.
+    first row with bad inputs, or else outputs, counted from the request's first, and flags (1: NaN, 2: Inf but not
+    -Inf) of each share of its logits. Launches one kernel on the current stream and allocates nothing.
     """
     vocabulary = 0 if logits is None else logits.shape[1]
     block = 1024

@@ -72,6 +72,12 @@ class Nonfinite:
         self.aborted += len(ended)
         return ended
 
+    def leave_to_load(self, request: Any) -> None:
+        """Zero none of a request's blocks now: a KV connector is about to write them beside the steps."""
+        taken = self._to_zero & self._blocks_of(request.request_id) if self._to_zero else set()
+        self._to_zero -= taken
+        self._dirty |= taken
+
     def report(self) -> dict[str, int] | None:
         """What was counted since the last report, by nan_metrics.COUNTERS; None while the guard is off."""
         return take_increase(self, self._reported)
@@ -87,7 +93,9 @@ class Nonfinite:
         for manager in self._scheduler.kv_cache_manager.coordinator.single_type_managers:
             blocks = manager.req_to_blocks.get(name, ())
             if written is not None and request is not None:
-                blocks = blocks[max(request.num_computed_tokens - written, 0) // manager.block_size :]
+                # drafts in flight may be rejected, and the step then writes further ahead
+                first = request.num_computed_tokens - written - request.num_output_placeholders
+                blocks = blocks[max(first, 0) // manager.block_size :]
             ids.update(block.block_id for block in blocks if not block.is_null)
         return ids
 

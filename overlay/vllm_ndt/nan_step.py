@@ -20,7 +20,7 @@ from vllm_ndt import settings
 from vllm_ndt.nan_blocks import zero_blocks
 from vllm_ndt.nan_guard import NORM, Guard, process_guard, rows_of
 from vllm_ndt.nan_report import Reporter
-from vllm_ndt.nan_words import FLAGS
+from vllm_ndt.nan_words import FLAGS, parts
 
 LOGITS = "logits"
 # steps whose findings may be unread at the same time; engines keep one for each pipeline stage in flight, and one more
@@ -30,7 +30,7 @@ SLOTS = 32
 @dataclass(frozen=True)
 class Hit:
     """What a step found for a request: the number of the first bad layer (0: none), that layer's flags, the first bad
-    row (with bad inputs, if any has) counted from the request's first, the logits' flags (1: NaN, 2: Inf)."""
+    row (with bad inputs, if any has) counted from the request's first, the logits' flags (1: NaN, 2: Inf, not -Inf)."""
 
     layer: int
     flags: int
@@ -58,6 +58,12 @@ class Pending:
     def over(self) -> bool:
         """Whether the step is over on the device."""
         return self._event is None or self._found is None or bool(self._event.query())
+
+    def wait(self) -> "Pending":
+        """Wait until the step is over."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self
 
     def read(self) -> Findings | None:
         """What was found, or None; logs it. The step must be over."""
@@ -88,9 +94,10 @@ class _Steps:
         self.guard = guard
         self.runner = runner
         self.step = 0
+        self._slot = 0
         self.reporter = Reporter(guard)
-        self._unread: deque[Pending] = deque(maxlen=SLOTS)
-        self._requests = requests
+        self._unread: deque[Pending] = deque()
+        self._lock = threading.Lock()  # an output's thread and the worker's may read different steps
         self._device: list[torch.Tensor] = []
         self._host: list[torch.Tensor] = []
         self._events: list[torch.cuda.Event] = []
@@ -137,7 +144,9 @@ class _Steps:
             return pending
         from vllm_ndt.nan_kernel import collect
 
-        slot = self.step % SLOTS
+        if len(self._unread) == SLOTS:  # nobody read the oldest, and its slot is needed
+            self._unread.popleft().wait().read()
+        self._slot = slot = (self._slot + 1) % SLOTS
         collect(memory.words, starts, len(requests), logits, logit_starts, self._device[slot])
         event = self._events[slot]
         event.record()
@@ -150,7 +159,23 @@ class _Steps:
         while self._unread and self._unread[0].over:
             self._unread.popleft().read()
 
+    def restart(self) -> None:
+        """Forget all steps so far, which must be over: they were no requests'."""
+        memory = self.guard.memory
+        if memory is None:
+            return
+        memory.words.zero_()
+        for host in self._host:
+            host.zero_()
+        self._unread.clear()
+        self.step = 0
+        self.reporter = Reporter(self.guard)
+
     def read(self, step: int, requests: Sequence[str], found: torch.Tensor) -> Findings | None:
+        with self._lock:
+            return self._read(step, requests, found)
+
+    def _read(self, step: int, requests: Sequence[str], found: torch.Tensor) -> Findings | None:
         words = found.numpy()
         if not words.any():
             return None
@@ -161,8 +186,6 @@ class _Steps:
                 both = 0
                 for flags in logits:
                     both |= flags
-                from vllm_ndt.nan_words import parts
-
                 layer, flags = parts(value) if value else (0, 0)
                 hits[request] = Hit(layer, flags, row, both)
         words.fill(0)
@@ -197,6 +220,14 @@ def watch_model(worker: Any) -> None:
         module.register_forward_hook(_norm_hook(guard, name))
     _steps = _Steps(guard, runner, config.scheduler_config.max_num_seqs)
     _steps.reporter.say_watching(len(layers), len(norms))
+
+
+def forget_warm_up() -> None:
+    """What ran before was a warm-up with requests that nobody sent."""
+    if _steps is not None:
+        if _steps.runner.device.type == "cuda":
+            torch.cuda.synchronize()
+        _steps.restart()
 
 
 def start_step(worker: Any, scheduler_output: Any) -> None:
@@ -272,5 +303,6 @@ def _collect(
         bounds = logit_starts.tolist()
         for at in range(requests):
             own = logits[bounds[at] : bounds[at + 1]]
-            found[at, 2] = int(own.isnan().any()) | int(own.isinf().any()) << 1
+            # models rule tokens out with -Inf
+            found[at, 2] = int(own.isnan().any()) | int(own.isposinf().any()) << 1
     return found

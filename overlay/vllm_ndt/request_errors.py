@@ -4,17 +4,25 @@
 from typing import Any
 
 
-def fail(queue: Any) -> None:
-    """Give whoever waits for a request at upstream's RequestOutputCollector the error that the API answers with 500.
+def fail(state: Any) -> list[Any]:
+    """Give whoever waits for a pooling request the error that the API answers with 500; `state` is upstream's.
 
-    Raises it at once where nobody waits (`queue` is None): upstream's synchronous engine has one caller.
+    Upstream's synchronous engine has nobody who waits, only outputs to return, one a request: there it is an output
+    with an empty vector, and a line in the log.
     """
+    import torch
     from vllm.entrypoints.openai.engine.protocol import GenerationError
+    from vllm.logger import init_logger
+    from vllm.outputs import PoolingOutput
 
-    error = GenerationError()
-    if queue is None:
-        raise error
-    queue.put(error)
+    if state.queue is not None:
+        state.queue.put(GenerationError())
+        return []
+    # vLLM sets up the logger "vllm" and what is below it; a name of our own would log nothing
+    init_logger("vllm.ndt.request_errors").error(
+        "Request %s ended with an error: its output is empty", state.external_req_id
+    )
+    return [state._new_request_output(state.external_req_id, [PoolingOutput(data=torch.empty(0))], True)]
 
 
 def is_request_error(error: BaseException) -> bool:

@@ -21,7 +21,13 @@ def on_engine_config(config: Any) -> None:
     """
     global _announced
     settings.check(os.environ)
-    norms = settings.nan_guard(os.environ) != "off" and settings.nan_guard_norms(os.environ)
+    guarded = settings.nan_guard(os.environ) != "off"
+    if guarded and config.parallel_config.use_ubatching:
+        # each microbatch counts its rows from 0
+        raise settings.SettingError(
+            settings.NAN_GUARD, os.environ[settings.NAN_GUARD], "off with microbatches (--enable-dbo, --ubatch-size)"
+        )
+    norms = guarded and settings.nan_guard_norms(os.environ)
     # hooks on norms break torch.compile's fusions, and CUDA graphs would not record them
     if norms and config.model_config is not None and not config.model_config.enforce_eager:
         raise settings.SettingError(

@@ -155,7 +155,7 @@ def check_collect(torch: Any, checks: Checks, cuda: Any) -> None:
         words[starts[1] - 1] = word(4, 0b1000)
         if len(lengths) > 3:
             words[3010], words[4500], words[7999] = word(9, 1), word(2, 0b10), word(2, 0b100)
-        logits[-1, 32_002], logits[0, 9000] = NAN, -INF
+        logits[-1, 32_002], logits[0, 9000], logits[0, 1] = NAN, INF, -INF
         found = torch.zeros(len(lengths), FOUND, dtype=torch.int32, device=cuda)
         own = words.to(cuda)
         collect(own, starts.to(cuda), len(lengths), logits.to(cuda), logit_starts.to(cuda), found)

@@ -40,3 +40,19 @@ def test_a_thousand_clean_prompts_raise_no_alarm(found: Any) -> None:
 def test_nan_behind_the_last_attention_is_found_in_the_logits(found: Any) -> None:
     assert len(found["logits"]) == 1, found["logits"]
     assert "and 2 more: NaN in the logits, and in no attention layer" in found["logits"][0]
+
+
+def test_logits_with_tokens_ruled_out_are_no_finding() -> None:
+    """Models rule tokens out with -Inf; NaN and Inf among them are found, in the rows of their request alone."""
+    import torch
+    from vllm_ndt.nan_step import _collect
+
+    logits = torch.randn(4, 50)
+    logits[:, 7] = -torch.inf
+    starts = torch.tensor([0, 1, 2, 3], dtype=torch.int32)
+    # the second request has two positions, as with a draft
+    positions = torch.tensor([0, 1, 3, 4], dtype=torch.int32)
+    words = torch.zeros(8, dtype=torch.int32)
+    assert not _collect(words, starts, 3, logits, positions).any()
+    logits[2, 9], logits[3, 0] = torch.inf, torch.nan
+    assert _collect(words, starts, 3, logits, positions)[:, 2].tolist() == [0, 2, 1]

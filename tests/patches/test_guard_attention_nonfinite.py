@@ -297,7 +297,7 @@ def compare_kernels() -> None:
         if lengths[0] > 1:
             words[2010], words[2500] = word(2, 0b1000000), word(2, 0b100)
         logits = torch.randn(int(logit_starts[-1]), 9001)
-        logits[-1, 9000], logits[0, 5000] = NAN, -INF
+        logits[-1, 9000], logits[0, 5000], logits[0, 1] = NAN, INF, -INF
         found = torch.zeros(len(lengths), FOUND, dtype=torch.int32)
         own = words.clone()
         collect(own, starts, len(lengths), logits, logit_starts, found)
