@@ -201,7 +201,7 @@ def make_toy(folder: Path, tools: Path) -> Toy:
     shutil.copytree(ROOT / "builder", toy.root / "builder", ignore=shutil.ignore_patterns("__pycache__"))
     package = toy.root / "overlay" / "vllm_ndt"
     package.mkdir(parents=True)
-    for name in ("__init__", "bytecode", "cli", "manifest", "verify"):
+    for name in ("__init__", "bytecode", "cli", "manifest", "nan_advice", "nan_check", "settings", "verify"):
         shutil.copy(ROOT / "overlay" / "vllm_ndt" / f"{name}.py", package)
     (toy.root / "locks").mkdir()
     shutil.copy(ROOT / "locks" / "tools.txt", toy.root / "locks")

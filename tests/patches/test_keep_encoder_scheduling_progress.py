@@ -382,8 +382,12 @@ def test_items_at_one_place_are_encoded_whatever_the_prefix_cache_holds(configs,
     for size in (0, 48):
         scheduler = loads.make_scheduler(configs[False], engine)
         before = Prompt("before", (Text(48), Text(5, "other")))
-        assert loads.run(scheduler, engine, [before]).finished == {"before": "length"}
         prompt = Prompt("both", (*((Text(48),) if size else ()), Item("video", 6000), Text(5)))
+        worker = loads.Worker(scheduler, engine, {"before": before, "both": prompt})
+        scheduler.add_request(loads.make_request(scheduler, before))
+        while scheduler.has_requests():
+            output = scheduler.schedule()
+            scheduler.update_from_output(output, worker.execute(output)())
         request = loads.make_request(scheduler, prompt)
         turns = torch.arange(6000) % 12
         request.mm_features = [
@@ -391,7 +395,6 @@ def test_items_at_one_place_are_encoded_whatever_the_prefix_cache_holds(configs,
             for kind, mask in (("video", turns < 6), ("audio", turns >= 7))
         ]
         scheduler.add_request(request)
-        worker = loads.Worker(scheduler, engine, {"both": prompt})
         finished, encoded = {}, set()
         for _ in range(8):
             output = scheduler.schedule()

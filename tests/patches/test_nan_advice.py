@@ -186,14 +186,16 @@ def test_a_run_survives_json(run: Run) -> None:
     assert nan_advice.run_from(json.loads(json.dumps(dataclasses.asdict(run)))) == run
 
 
-def test_notes_are_no_verdict() -> None:
-    case = Case("1 token", 1, 1, False, None, "", (0, 0, 0), 2)
-    assert case.notes == ["2 of 3 logprobs are NaN", "token 0 in all 3 positions"]
+@pytest.mark.parametrize("bad", [0, 2])
+def test_repeated_tokens_are_no_verdict_and_bad_logprobs_are(bad: int) -> None:
+    case = Case("1 token", 1, 1, False, None, "", (0, 0, 0), bad)
+    notes = ["2 of 3 logprobs are NaN"] * (bad > 0) + ["token 0 in all 3 positions"]
+    assert case.notes == notes
     report = nan_check.Report(
         nan_check.Options("m"), (nan_check.Attempt("baseline", dataclasses.replace(CLEAN, cases=(case,))),)
     )
-    assert report.status == nan_check.CLEAN
-    assert "clean; note: 2 of 3 logprobs are NaN, token 0 in all 3 positions" in report.text(200)
+    assert report.status == (nan_check.FOUND if bad else nan_check.CLEAN)
+    assert f"clean; note: {', '.join(notes)}" in report.text(200)
 
 
 def test_a_run_that_does_not_repeat_is_no_clean_check() -> None:
