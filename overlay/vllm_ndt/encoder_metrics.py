@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prometheus metrics of the scheduler's encoder cache: its report, made in the engine, and its record in the server.
 
-A report is a map of plain integers, for it travels with upstream's SchedulerStats. What only grows is sent as the
-increase since the last report, as upstream's own counts are: each step's report reaches one API server of several,
-whose counters Prometheus adds up, and an engine that starts again starts at zero.
+A report is a map of plain integers, for it travels with upstream's SchedulerStats; see `counters` for what only grows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from vllm_ndt.counters import Counters, Increases, by_engine
 
 if TYPE_CHECKING:
     from vllm_ndt.encoder_progress import EncoderProgress
@@ -21,7 +21,6 @@ GAUGES = {
     "pinned": "Embeddings in the scheduler's encoder cache that requests reference, which cannot be evicted.",
     "empty_steps": "Steps in a row that scheduled no token although requests wait and none is in flight.",
 }
-# prometheus_client appends _total
 COUNTERS = {
     "evictions": "Items evicted from the scheduler's encoder cache.",
     "repeated_runs": "Encoder runs for an item that was evicted from the encoder cache before.",
@@ -34,7 +33,7 @@ class EncoderCacheReport:
 
     def __init__(self, progress: EncoderProgress) -> None:
         self._progress = progress
-        self._reported = dict.fromkeys(COUNTERS, 0)
+        self._increases = Increases()
 
     def take(self) -> dict[str, int] | None:
         """The GAUGES as they are, and the COUNTERS' increase since the last report; the former in embeddings or steps.
@@ -49,14 +48,12 @@ class EncoderCacheReport:
             "repeated_runs": manager.repeats,
             "preemptions": self._progress.preemptions,
         }
-        increase = {name: total - self._reported[name] for name, total in totals.items()}
-        self._reported = totals
         return {
             "size": manager.cache_size,
             "used": manager.used,
             "pinned": manager.pinned,
             "empty_steps": self._progress.empty_steps,
-            **increase,
+            **self._increases.take(totals),
         }
 
 
@@ -79,7 +76,7 @@ class EncoderCacheProm:
         labelvalues: Mapping[int, Sequence[object]],
     ) -> None:
         self._gauges: dict[str, dict[int, Any]] = {}
-        self._counters: dict[str, dict[int, Any]] = {}
+        self._counters: Counters | None = None
         if not model_config.is_multimodal_model or model_config.is_encoder_decoder:
             return
         for name, text in GAUGES.items():
@@ -88,19 +85,12 @@ class EncoderCacheProm:
                 name=PREFIX + name, documentation=text, multiprocess_mode="mostrecent", labelnames=labelnames
             )
             self._gauges[name] = by_engine(metric, labelvalues)
-        for name, text in COUNTERS.items():
-            metric = counter(name=PREFIX + name, documentation=text, labelnames=labelnames)
-            self._counters[name] = by_engine(metric, labelvalues)
+        self._counters = Counters(counter, PREFIX, COUNTERS, labelnames, labelvalues)
 
     def observe(self, report: Mapping[str, int] | None, engine: int) -> None:
         """Record a report of EncoderCacheReport, or nothing if there is none."""
-        if report is None:
+        if report is None or self._counters is None:
             return
         for name, metrics in self._gauges.items():
             metrics[engine].set(report[name])
-        for name, metrics in self._counters.items():
-            metrics[engine].inc(report[name])
-
-
-def by_engine(metric: Any, labelvalues: Mapping[int, Sequence[object]]) -> dict[int, Any]:
-    return {engine: metric.labels(*values) for engine, values in labelvalues.items()}
+        self._counters.add(report, engine)

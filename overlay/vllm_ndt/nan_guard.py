@@ -30,7 +30,7 @@ from vllm_ndt import settings
 # below "vllm", which vLLM sets up; a name of our own would log nothing
 logger = logging.getLogger("vllm.ndt.nan_guard")
 
-ATTENTION = ("q", "k", "v", "output")
+ATTENTION = settings.TENSORS
 MLA = ("q", "kv_c", "k_pe", "output")
 NORM = ("input", "", "", "output")
 WATCHABLE = (torch.float16, torch.bfloat16, torch.float32)
@@ -151,6 +151,10 @@ class Guard:
     def watches(self, name: str) -> bool:
         """Whether a layer is watched; a drafter's are not."""
         return self._watched is not None and name in self._watched
+
+    def is_first_attention(self, number: int) -> bool:
+        """Whether no attention layer runs before this layer."""
+        return all(kind is NORM for kind in self.kinds[1:number])
 
     def inject(self, name: str, tensors: Sequence[torch.Tensor | None]) -> None:
         """Put the fault that the operator asked for into a tensor of this layer, if the step has it."""

@@ -104,7 +104,7 @@ class Reporter:
             if all(checked[:3]):
                 return "in its attention kernel, or from its KV cache"
             return "in its attention kernel, from its KV cache, or from an input that was not checked"
-        if number == 1 or not any(k is not NORM for k in guard.kinds[1:number]):
+        if guard.is_first_attention(number):
             items = _bad_items(runner, request)
             if items:
                 return f"before the first attention layer, from the encoder (item {', '.join(map(str, items))})"

@@ -66,7 +66,7 @@ class Collector:
         names = guard.kinds[hit.layer]
         tensors = {name: kinds_of(hit.flags >> 2 * at) for at, name in enumerate(names)}
         tensors = {name: kinds for name, kinds in tensors.items() if kinds}
-        first = all(kind is NORM for kind in guard.kinds[1 : hit.layer]) and names is not NORM
+        first = guard.is_first_attention(hit.layer) and names is not NORM
         origin = self._origin(request, hit, first, runner)
         return Finding(guard.names[hit.layer], first, tensors, hit.row, 0, origin, text)
 

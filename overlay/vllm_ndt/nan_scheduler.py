@@ -7,13 +7,14 @@ blocks of a step are noted when it is scheduled, for when its findings come, the
 """
 
 import os
-from collections.abc import Iterable
 from typing import Any
 
 from vllm_ndt import settings
+from vllm_ndt.counters import Increases
 from vllm_ndt.encoder_manager import Manager
-from vllm_ndt.nan_metrics import take as take_increase
+from vllm_ndt.nan_metrics import COUNTERS
 from vllm_ndt.nan_step import LOGITS, findings_of
+from vllm_ndt.prefix_cache import block_ids
 
 
 class Nonfinite:
@@ -30,7 +31,7 @@ class Nonfinite:
         self._blocks: dict[int, dict[str, set[int]]] = {}  # step's output -> request -> the blocks that it writes
         self._dirty: set[int] = set()
         self._to_zero: set[int] = set()
-        self._reported: dict[str, int] = {}
+        self._increases = Increases()
         if self.mode == "abort":
             pool = scheduler.kv_cache_manager.block_pool
             self._get_new_blocks = pool.get_new_blocks
@@ -80,7 +81,9 @@ class Nonfinite:
 
     def report(self) -> dict[str, int] | None:
         """What was counted since the last report, by nan_metrics.COUNTERS; None while the guard is off."""
-        return take_increase(self, self._reported)
+        if self.mode == "off":
+            return None
+        return self._increases.take({name: getattr(self, name) for name in COUNTERS})
 
     def _goes_on(self, name: str) -> bool:
         request = self._scheduler.requests.get(name)
@@ -89,15 +92,11 @@ class Nonfinite:
     def _blocks_of(self, name: str, written: int | None = None) -> set[int]:
         """A request's blocks, or those alone that hold the last `written` of its scheduled tokens."""
         request = self._scheduler.requests.get(name)
-        ids: set[int] = set()
-        for manager in self._scheduler.kv_cache_manager.coordinator.single_type_managers:
-            blocks = manager.req_to_blocks.get(name, ())
-            if written is not None and request is not None:
-                # drafts in flight may be rejected, and the step then writes further ahead
-                first = request.num_computed_tokens - written - request.num_output_placeholders
-                blocks = blocks[max(first, 0) // manager.block_size :]
-            ids.update(block.block_id for block in blocks if not block.is_null)
-        return ids
+        first = 0
+        if written is not None and request is not None:
+            # drafts in flight may be rejected, and the step then writes further ahead
+            first = max(0, request.num_computed_tokens - written - request.num_output_placeholders)
+        return block_ids(self._scheduler.kv_cache_manager, name, first)
 
     def _drop_items(self, name: str) -> None:
         request = self._scheduler.requests.get(name)
@@ -108,10 +107,7 @@ class Nonfinite:
     def _watch_new_blocks(self, *args: Any, **kwargs: Any) -> Any:
         blocks = self._get_new_blocks(*args, **kwargs)
         if self._dirty:
-            self._clean({block.block_id for block in blocks})
+            taken = self._dirty.intersection(block.block_id for block in blocks)
+            self._dirty -= taken
+            self._to_zero |= taken
         return blocks
-
-    def _clean(self, ids: Iterable[int]) -> None:
-        taken = self._dirty.intersection(ids)
-        self._dirty -= taken
-        self._to_zero |= taken
