@@ -11,8 +11,9 @@ runners keep at one address and set to -1 for dummy batches, whatever the backen
 kinds than decoder self-attention have no slot of their own for each row; there the last of the query start locations
 counts, which both runners pad with the number of real tokens.
 
-While a full CUDA graph is captured, one launch looks at up to GROUP layers: the tensors of the first ones are kept
-until then, so that their memory is not used again before. A launch costs a decoding step more than what it reads.
+A launch costs a decoding step more than what it reads. So while a full CUDA graph is captured, one launch looks at up
+to GROUP layers, on a branch of the graph beside the model's next kernels. Their tensors are held until the branch has
+come back, so that their memory is not used again before.
 
 Limits: see docs/nan.md.
 """
@@ -34,6 +35,7 @@ ATTENTION = settings.TENSORS
 MLA = ("q", "kv_c", "k_pe", "output")
 NORM = ("input", "", "", "output")
 WATCHABLE = (torch.float16, torch.bfloat16, torch.float32)
+FULL_ROWS = 512  # batches of more rows are read in part on a GPU
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -120,7 +122,7 @@ class Guard:
     """What one process knows: the layers that it watches, by number in the order in which they ran first, from 1.
 
     `names` and `kinds` give a layer's name and the names of its tensors by number (place 0 is empty), `checked` which
-    of its tensors could be looked at.
+    of its tensors could be looked at. Batches of up to `full_rows` rows are read in full.
     """
 
     def __init__(self, mode: str, injection: settings.Injection | None = None) -> None:
@@ -130,12 +132,14 @@ class Guard:
         self.names: list[str] = [""]
         self.kinds: list[Sequence[str]] = [()]
         self.checked: dict[int, tuple[bool, ...]] = {}
+        self.full_rows = FULL_ROWS
         self._numbers: dict[str, int] = {}
         self._watched: frozenset[str] | None = None
-        self._grouping = False
         self._held: list[Any] = []
         self._held_for: Any = None  # what all that is held has in common
         self._ends: set[int] = set()  # layers that were a forward's last
+        self._beside: torch.cuda.Stream | None = None
+        self._running: tuple[torch.cuda.Event, list[Any]] | None = None  # what looks beside the capture, and its layers
         self._previous: tuple[Any, int] = (None, 0)
 
     def watch(self, layers: Sequence[str], norms: Sequence[str], device: torch.device, rows: int, group: bool) -> None:
@@ -145,8 +149,9 @@ class Guard:
         tensors' memory again before the next layer.
         """
         self._watched = frozenset((*layers, *norms))
-        self._grouping = group
         self.memory = Memory(device, rows, len(self._watched) + 1)
+        if group and device.type == "cuda":
+            self._beside = torch.cuda.Stream(device)
 
     def watches(self, name: str) -> bool:
         """Whether a layer is watched; a drafter's are not."""
@@ -181,12 +186,13 @@ class Guard:
         context = get_forward_context()
         if self._previous[0] is not context and self._previous[1]:
             self._ends.add(self._previous[1])
+            self._running = None
         self._previous = (context, number)
         output = tensors[3]
         assert output is not None
         self._look(self.memory, name, number, tensors, output, context)
-        if self._held and number in self._ends:
-            self._flush()
+        if number in self._ends:
+            self._end()
 
     def _look(self, memory: Memory, name: str, number: int, tensors: Any, output: torch.Tensor, context: Any) -> None:
         marks = _marks(name, context, output.shape[0])
@@ -209,7 +215,7 @@ class Guard:
         from vllm_ndt.nan_kernel import GROUP, Layer, alike
 
         layer = Layer(tensors, number)
-        if not (self._grouping and self._ends and torch.cuda.is_current_stream_capturing()):
+        if not (self._beside and self._ends and torch.cuda.is_current_stream_capturing()):
             self._run([layer], count, rows, by_slot)
             return
         common = (id(context), count, rows.data_ptr(), by_slot)
@@ -222,19 +228,40 @@ class Guard:
             self._flush()
         self._held.append(layer)
         self._held_for = common, (count, rows, by_slot)
-        if len(self._held) == GROUP:
+        if len(self._held) == GROUP and number not in self._ends:
             self._flush()
 
     def _flush(self) -> None:
-        self._run(self._held, *self._held_for[1])
+        """Look at what is held, on a branch of the graph that is captured; its memory is held until the branch ends."""
+        self._join()
+        main, beside = torch.cuda.current_stream(), self._beside
+        assert beside
+        beside.wait_stream(main)
+        with torch.cuda.stream(beside):
+            self._run(self._held, *self._held_for[1])
+        self._running = beside.record_event(), self._held
         self._held = []
         self._held_for = None
+
+    def _join(self) -> None:
+        if self._running:
+            torch.cuda.current_stream().wait_event(self._running[0])
+            self._running = None
+
+    def _end(self) -> None:
+        """After a forward pass' last layer: a captured graph must not end with an open branch."""
+        if self._held:
+            self._run(self._held, *self._held_for[1])
+            self._held = []
+            self._held_for = None
+        self._join()
 
     def _run(self, layers: Any, count: int, rows: torch.Tensor, by_slot: bool) -> None:
         from vllm_ndt.nan_kernel import check_rows
 
         assert self.memory is not None
-        check_rows(layers, count, rows, by_slot, self.memory.words, self.memory.peaks)
+        full = count <= self.full_rows
+        check_rows(layers, count, rows, by_slot, self.memory.words, self.memory.peaks, full=full)
 
     def _number(self, name: str, kind: Sequence[str]) -> int:
         number = self._numbers.get(name)

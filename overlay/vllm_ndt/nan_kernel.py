@@ -22,8 +22,10 @@ import triton.language as tl
 from vllm_ndt.nan_words import FLAGS, LAYERS
 
 GROUP = 4  # layers that one launch can look at
-# In batches of more rows, inputs are read for one row in SAMPLE, other ones in each layer, and where the output is bad.
-FULL_ROWS = 2048
+# What is read of a large batch: of a row's output one piece of PIECE bytes (as memory is read) in PARTS; its inputs in
+# one row of SAMPLE, and where the output is bad. Other pieces and rows in each layer.
+PARTS = 4
+PIECE = 64
 SAMPLE = 16
 SPLITS = 8  # programs a request that read its logits
 FOUND = 2 + SPLITS  # words a request: `words`' largest, its row counted from the request's first, the logits' flags
@@ -42,9 +44,14 @@ def _either(a, b):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _bits(base, head, step, start, length: tl.constexpr, size: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The magnitudes of up to `block` values of a row, as the bits of float32."""
+def _bits(  # type: ignore[no-untyped-def]
+    base, head, step, start, phase,
+    length: tl.constexpr, size: tl.constexpr, block: tl.constexpr, parts: tl.constexpr, piece: tl.constexpr,
+):  # fmt: skip
+    """The magnitudes of up to `block` of the values that `_largest` reads of a row, as the bits of float32."""
     index = start + tl.arange(0, block)
+    if parts > 1:
+        index = (index // piece * parts + phase) * piece + index % piece
     place = index * step if size == length else (index // size) * head + (index % size) * step
     value = tl.load(base + place, mask=index < length, other=0.0)
     # On the bits, so that no fast-math rule can fold the comparison away.
@@ -52,9 +59,13 @@ def _bits(base, head, step, start, length: tl.constexpr, size: tl.constexpr, blo
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _largest(acc, base, head, step, length: tl.constexpr, size: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    for start in tl.static_range(0, length, block):
-        acc = tl.maximum(acc, _bits(base, head, step, start, length, size, block))
+def _largest(  # type: ignore[no-untyped-def]
+    acc, base, head, step, phase,
+    length: tl.constexpr, size: tl.constexpr, block: tl.constexpr, parts: tl.constexpr, piece: tl.constexpr,
+):  # fmt: skip
+    """The larger of acc and the magnitudes in a row: all, or the piece number `phase` of each `parts` pieces."""
+    for start in tl.static_range(0, (length + parts * piece - 1) // (parts * piece) * piece, block):
+        acc = tl.maximum(acc, _bits(base, head, step, start, phase, length, size, block, parts, piece))
     return acc
 
 
@@ -65,42 +76,15 @@ def _look_closer(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """flags with bit `flag` for each NaN and the next for each Inf; the larger of peak and the finite magnitudes."""
     for start in tl.static_range(0, length, block):
-        bits = _bits(base, head, step, start, length, size, block)
+        bits = _bits(base, head, step, start, 0, length, size, block, 1, 1)
         flags = flags | tl.where(bits > 0x7F800000, 1 << flag, tl.where(bits == 0x7F800000, 2 << flag, 0))
         peak = tl.maximum(peak, tl.where(bits < 0x7F800000, bits, 0))
     return flags, peak
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _check_row(  # type: ignore[no-untyped-def]
-    q, k, v, out,
-    rows, words, peaks, layer, last, pid,
-    q_row, q_head, q_step, k_row, k_head, k_step, v_row, v_head, v_step, out_row, out_head, out_step,
-    q_length: tl.constexpr, q_size: tl.constexpr, k_length: tl.constexpr, k_size: tl.constexpr,
-    v_length: tl.constexpr, v_size: tl.constexpr, out_length: tl.constexpr, out_size: tl.constexpr,
-    block: tl.constexpr, by_slot: tl.constexpr, sample: tl.constexpr, flags_bits: tl.constexpr, layers: tl.constexpr,
-):  # fmt: skip
-    row = pid.to(tl.int64)
-    q, k, v, out = q + row * q_row, k + row * k_row, v + row * v_row, out + row * out_row
-    # All loads are issued at once: what decides comes no earlier than what is decided upon.
-    real = tl.load(rows + row) >= 0 if by_slot else pid < tl.load(rows + last)
-    before = tl.load(peaks + layer)
-    acc = _largest(tl.zeros([block], dtype=tl.int32), out, out_head, out_step, out_length, out_size, block)
-    if (pid + layer) % sample == 0:
-        acc = _largest(acc, q, q_head, q_step, q_length, q_size, block)
-        acc = _largest(acc, k, k_head, k_step, k_length, k_size, block)
-        acc = _largest(acc, v, v_head, v_step, v_length, v_size, block)
-    if real & (tl.max(acc, 0) > before):
-        flags = tl.zeros([block], dtype=tl.int32)
-        peak = tl.zeros([block], dtype=tl.int32)
-        flags, peak = _look_closer(flags, peak, q, q_head, q_step, q_length, q_size, block, 0)
-        flags, peak = _look_closer(flags, peak, k, k_head, k_step, k_length, k_size, block, 2)
-        flags, peak = _look_closer(flags, peak, v, v_head, v_step, v_length, v_size, block, 4)
-        flags, peak = _look_closer(flags, peak, out, out_head, out_step, out_length, out_size, block, 6)
-        tl.atomic_max(peaks + layer, tl.max(peak, 0), sem="relaxed")
-        bits = tl.reduce(flags, 0, _either)
-        if bits != 0:
-            tl.atomic_max(words + row, ((layers - layer) << flags_bits) | bits, sem="relaxed")
+@triton.jit
+def _one_of(which, a, b, c, d):  # type: ignore[no-untyped-def]
+    return tl.where(which < 2, tl.where(which == 0, a, b), tl.where(which == 2, c, d))
 
 
 _UNSPECIALIZED = ["layer0", "layer1", "layer2", "layer3", "last"]
@@ -116,37 +100,39 @@ def _check_rows(  # type: ignore[no-untyped-def]
     q_row, q_head, q_step, k_row, k_head, k_step, v_row, v_head, v_step, out_row, out_head, out_step,
     q_length: tl.constexpr, q_size: tl.constexpr, k_length: tl.constexpr, k_size: tl.constexpr,
     v_length: tl.constexpr, v_size: tl.constexpr, out_length: tl.constexpr, out_size: tl.constexpr,
-    block: tl.constexpr, by_slot: tl.constexpr, sample: tl.constexpr, flags_bits: tl.constexpr, layers: tl.constexpr,
+    block: tl.constexpr, by_slot: tl.constexpr, parts: tl.constexpr, piece: tl.constexpr, sample: tl.constexpr,
+    flags_bits: tl.constexpr, layers: tl.constexpr,
 ):  # fmt: skip
     pid, which = tl.program_id(0), tl.program_id(1)
-    if which == 0:
-        _check_row(
-            q0, k0, v0, out0, rows, words, peaks, layer0, last, pid,
-            q_row, q_head, q_step, k_row, k_head, k_step, v_row, v_head, v_step, out_row, out_head, out_step,
-            q_length, q_size, k_length, k_size, v_length, v_size, out_length, out_size,
-            block, by_slot, sample, flags_bits, layers,
-        )  # fmt: skip
-    elif which == 1:
-        _check_row(
-            q1, k1, v1, out1, rows, words, peaks, layer1, last, pid,
-            q_row, q_head, q_step, k_row, k_head, k_step, v_row, v_head, v_step, out_row, out_head, out_step,
-            q_length, q_size, k_length, k_size, v_length, v_size, out_length, out_size,
-            block, by_slot, sample, flags_bits, layers,
-        )  # fmt: skip
-    elif which == 2:
-        _check_row(
-            q2, k2, v2, out2, rows, words, peaks, layer2, last, pid,
-            q_row, q_head, q_step, k_row, k_head, k_step, v_row, v_head, v_step, out_row, out_head, out_step,
-            q_length, q_size, k_length, k_size, v_length, v_size, out_length, out_size,
-            block, by_slot, sample, flags_bits, layers,
-        )  # fmt: skip
-    else:
-        _check_row(
-            q3, k3, v3, out3, rows, words, peaks, layer3, last, pid,
-            q_row, q_head, q_step, k_row, k_head, k_step, v_row, v_head, v_step, out_row, out_head, out_step,
-            q_length, q_size, k_length, k_size, v_length, v_size, out_length, out_size,
-            block, by_slot, sample, flags_bits, layers,
-        )  # fmt: skip
+    row = pid.to(tl.int64)
+    q = _one_of(which, q0, q1, q2, q3) + row * q_row
+    k = _one_of(which, k0, k1, k2, k3) + row * k_row
+    v = _one_of(which, v0, v1, v2, v3) + row * v_row
+    out = _one_of(which, out0, out1, out2, out3) + row * out_row
+    layer = _one_of(which, layer0, layer1, layer2, layer3)
+    # All loads are issued at once: what decides comes no earlier than what is decided upon.
+    real = tl.load(rows + row) >= 0 if by_slot else pid < tl.load(rows + last)
+    before = tl.load(peaks + layer)
+    acc = tl.zeros([block], dtype=tl.int32)
+    acc = _largest(acc, out, out_head, out_step, (pid + layer) % parts, out_length, out_size, block, parts, piece)
+    if (pid + layer) % sample == 0:
+        acc = _largest(acc, q, q_head, q_step, 0, q_length, q_size, block, 1, 1)
+        acc = _largest(acc, k, k_head, k_step, 0, k_length, k_size, block, 1, 1)
+        acc = _largest(acc, v, v_head, v_step, 0, v_length, v_size, block, 1, 1)
+    # Each thread has loaded `before` for itself, while other programs raise it. A reduction makes all of them agree:
+    # threads that go on alone would take the share of the others in the next one from what lies in shared memory.
+    over = tl.max((acc > before).to(tl.int32), 0)
+    if real & (over != 0):
+        flags = tl.zeros([block], dtype=tl.int32)
+        peak = tl.zeros([block], dtype=tl.int32)
+        flags, peak = _look_closer(flags, peak, q, q_head, q_step, q_length, q_size, block, 0)
+        flags, peak = _look_closer(flags, peak, k, k_head, k_step, k_length, k_size, block, 2)
+        flags, peak = _look_closer(flags, peak, v, v_head, v_step, v_length, v_size, block, 4)
+        flags, peak = _look_closer(flags, peak, out, out_head, out_step, out_length, out_size, block, 6)
+        tl.atomic_max(peaks + layer, tl.max(peak, 0), sem="relaxed")
+        bits = tl.reduce(flags, 0, _either)
+        if bits != 0:
+            tl.atomic_max(words + row, ((layers - layer) << flags_bits) | bits, sem="relaxed")
 
 
 def alike(one: Layer, other: Layer) -> bool:
@@ -159,13 +145,21 @@ def alike(one: Layer, other: Layer) -> bool:
 
 
 def check_rows(
-    layers: Sequence[Layer], count: int, rows: torch.Tensor, by_slot: bool, words: torch.Tensor, peaks: torch.Tensor
+    layers: Sequence[Layer],
+    count: int,
+    rows: torch.Tensor,
+    by_slot: bool,
+    words: torch.Tensor,
+    peaks: torch.Tensor,
+    *,
+    full: bool = True,
 ) -> None:
     """Look at rows 0 to `count` - 1 of up to GROUP layers that are `alike`.
 
     Tensors have the shape (rows, heads, size), any strides and the type float16, bfloat16 or float32. A row is real if
     its entry in `rows` is not negative (`by_slot`: the slot mapping), or else if it is below the last entry of `rows`
-    (the query start locations). Launches one kernel on the current stream and allocates nothing.
+    (the query start locations). `full`: all is read, and not what PARTS and SAMPLE say. Launches one kernel on the
+    current stream and allocates nothing.
     """
     some = next(tensor for tensor in layers[0].tensors if tensor is not None)
     strides: list[int] = []
@@ -186,11 +180,11 @@ def check_rows(
     for layer in (list(layers) + [layers[0]] * GROUP)[:GROUP]:
         pointers += [some if tensor is None else tensor for tensor in layer.tensors]
         pointers.append(layer.number)
-    # About four blocks for the longest row; eight values a thread.
-    block = min(4096, max(128, triton.next_power_of_2(-(-max(shapes[::2]) // 4))))
+    # About four blocks for the longest row that is read in full; eight values a thread.
+    block = min(4096, max(128, triton.next_power_of_2(-(-max(shapes[::2]) // (4 if full else 8)))))
     _check_rows[(count, len(layers))](
         *pointers, rows, words, peaks, rows.shape[0] - 1, *strides, *shapes,
-        block, by_slot, 1 if count <= FULL_ROWS else SAMPLE, FLAGS, LAYERS,
+        block, by_slot, 1 if full else PARTS, PIECE // some.element_size(), 1 if full else SAMPLE, FLAGS, LAYERS,
         num_warps=min(8, max(1, block // 256)),
     )  # fmt: skip
 

@@ -105,6 +105,7 @@ def run(job: Mapping[str, Any]) -> Run:
     steps = nan_step._steps
     if steps is None:
         raise ValueError("expected the NaN guard in vLLM, found none; run vllm-ndt verify")
+    steps.guard.full_rows = sys.maxsize  # each value of each prompt
     config = llm.llm_engine.vllm_config
     collector = Collector(steps)
     prompts, untested = _prompts(llm, config.model_config, job["prompts"])

@@ -99,7 +99,7 @@ class _Steps:
         self._unread: deque[Pending] = deque()
         self._lock = threading.Lock()  # an output's thread and the worker's may read different steps
         self._device: list[torch.Tensor] = []
-        self._host: list[torch.Tensor] = []
+        self._host: list[Any] = []  # numpy's views of the pinned memory
         self._events: list[torch.cuda.Event] = []
         self._starts = torch.arange(requests + 1, dtype=torch.int32, device=runner.device)
         if runner.device.type == "cuda":
@@ -107,8 +107,9 @@ class _Steps:
 
             from vllm_ndt.nan_kernel import FOUND
 
-            self._host = [torch.zeros(requests, FOUND, dtype=torch.int32, pin_memory=True) for _ in range(SLOTS)]
-            self._device = [get_accelerator_view_from_cpu_tensor(host) for host in self._host]
+            pinned = [torch.zeros(requests, FOUND, dtype=torch.int32, pin_memory=True) for _ in range(SLOTS)]
+            self._device = [get_accelerator_view_from_cpu_tensor(host) for host in pinned]
+            self._host = [host.numpy() for host in pinned]
             self._events = [torch.cuda.Event() for _ in range(SLOTS)]
         atexit.register(self.read_what_is_over)  # of a rank whose outputs nobody reads
 
@@ -138,7 +139,7 @@ class _Steps:
         if logit_starts is None:
             logit_starts = self._starts
         if not self._device:
-            found = _collect(memory.words, starts, len(requests), logits, logit_starts)
+            found = _collect(memory.words, starts, len(requests), logits, logit_starts).numpy()
             pending = Pending(self, self.step, requests, found, None)
             self._unread.append(pending)
             return pending
@@ -166,19 +167,19 @@ class _Steps:
             return
         memory.words.zero_()
         for host in self._host:
-            host.zero_()
+            host.fill(0)
         self._unread.clear()
         self.step = 0
         self.reporter = Reporter(self.guard)
 
-    def read(self, step: int, requests: Sequence[str], found: torch.Tensor) -> Findings | None:
-        with self._lock:
-            return self._read(step, requests, found)
-
-    def _read(self, step: int, requests: Sequence[str], found: torch.Tensor) -> Findings | None:
-        words = found.numpy()
-        if not words.any():
+    def read(self, step: int, requests: Sequence[str], words: Any) -> Findings | None:
+        """What a step left in an array of nan_kernel.collect's form, which is 0 again afterwards; logs it."""
+        if not words[: len(requests)].any():
             return None
+        with self._lock:
+            return self._read(step, requests, words)
+
+    def _read(self, step: int, requests: Sequence[str], words: Any) -> Findings | None:
         hits = {}
         for at, request in enumerate(requests):
             value, row, *logits = words[at].tolist()

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check the NaN guard on a GPU, with the patched wheel: the kernels alone, then small models under full CUDA graphs.
 
-    python check_nan_guard.py [NAME ...]
+    python check_nan_guard.py [--stock SITE] [NAME ...]
 
 Without names all parts, each in a process of its own and all at the same time, in 2 to 4 minutes:
 `kernel` compares the Triton kernels with PyTorch, under graph replay too. `v2` and `v1` run a dense model on both model
 runners: nothing for a clean run nor for bad padding rows; a fault that is injected while only graphs are replayed is
 named exactly, with its request; so is a weight that goes bad. `abort` ends the request that was hit and leaves the
-others' tokens and the next ones with the same prefix as they were. `mla` does as `v2` with latent attention. `off`
-requires that the operator is upstream's own; the graphs of `v2` have one node more for each four layers.
+others' tokens and the next ones with the same prefix as they were. `hybrid` does so where recurrent states go bad, until
+each block was used again. `mla` does as `v2` with latent attention. `off` requires that the operator is upstream's own;
+its graphs have as many nodes as those of `stock` (SITE: a folder with a stock vllm to import there), and those of `v2`
+one more for each four layers.
 
 Prints what it finds, then one JSON object. Exit status: 0 all held, 1 something did not, 2 bad usage.
 """
 
+import argparse
 import ctypes
 import inspect
 import itertools
@@ -28,6 +31,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "patches"))
 
 NAN, INF = float("nan"), float("inf")
 MARK = "RESULT "
@@ -96,8 +101,8 @@ class Checks:
 
 def check_kernel(checks: Checks) -> None:
     import torch
-    from vllm_ndt.nan_guard import Memory, _check, _real
-    from vllm_ndt.nan_kernel import FULL_ROWS, SAMPLE, Layer, check_rows
+    from vllm_ndt.nan_guard import FULL_ROWS, Memory, _check, _real
+    from vllm_ndt.nan_kernel import SAMPLE, Layer, check_rows
 
     cuda = torch.device("cuda", torch.cuda.current_device())
     checks.note("device", torch.cuda.get_device_name())
@@ -115,26 +120,42 @@ def check_kernel(checks: Checks) -> None:
                 marks[real:] = -1
             for place, bad in itertools.product((None, 0, 1, 2, 3), (NAN, INF, -INF)):
                 layers = [Layer(fused(torch, count, heads, kv_heads, size, dtype), 3 + at) for at in range(4)]
+                full = count <= FULL_ROWS
                 # rows whose inputs are read by any of the four layers; a real one and one of padding
-                row = next(row for row in range(count) if count <= FULL_ROWS or (row + 4) % SAMPLE == 0)
+                row = next(row for row in range(count) if full or (row + 4) % SAMPLE == 0)
                 for at in (row, count - 1):
                     if place is not None:
-                        layers[1].tensors[place][at, -1, -1] = bad
-                        layers[2].tensors[3][at, 0, 0] = NAN
+                        # of a large batch not every value is read
+                        layers[1].tensors[place][(at, -1, -1) if full else at] = bad
+                        layers[2].tensors[3][(at, 0, 0) if full else at] = NAN
                 memory.words.zero_()
                 memory.peaks.zero_()
-                check_rows(layers, count, marks, by_slot, memory.words, memory.peaks)
+                check_rows(layers, count, marks, by_slot, memory.words, memory.peaks, full=full)
                 launches += 1
                 expected = Memory(cuda, 8192, 16)
                 mask = _real(marks, by_slot, count)
                 for layer in layers:
                     _check(layer.tensors, layer.number, mask, expected)
                 same = torch.equal(memory.words, expected.words)
-                # in large batches only some rows' inputs are read
-                peaks = count > FULL_ROWS or torch.equal(memory.peaks, expected.peaks)
+                peaks = not full or torch.equal(memory.peaks, expected.peaks)
                 if not same or not peaks:
                     wrong.append([str(dtype), heads, size, count, by_slot, place, str(bad), same, peaks])
     checks.that("check_rows agrees with PyTorch", not wrong, wrong[:5] or f"{launches} launches")
+    # while programs raise the peaks beside each other, none may take that for a finding
+    false, at_all = [], 0
+    for count in (512, 8192):
+        layers = [Layer(fused(torch, count, 32, 8, 128, torch.float16), 1 + number) for number in range(4)]
+        for layer in layers:
+            for tensor in layer.tensors:
+                tensor.nan_to_num_(0, 0, 0)
+        for _ in range(2000):
+            memory.peaks.zero_()
+            check_rows(layers, count, torch.arange(count, device=cuda), True, memory.words, memory.peaks, full=count == 512)  # fmt: skip
+            at_all += 1
+            if bool(memory.words.any()):
+                false.append([count, memory.words[memory.words.nonzero()[:3, 0]].tolist()])
+                memory.words.zero_()
+    checks.that("no false finding while peaks rise", not false, false[:5] or f"{at_all} launches")
     check_collect(torch, checks, cuda)
     check_replay(torch, checks, memory)
 
@@ -229,7 +250,7 @@ def fused(torch: Any, count: int, heads: int, kv_heads: int, size: int, dtype: A
 class Model:
     """A running engine, its model runner, and what the guard found and logged."""
 
-    def __init__(self, config: dict[str, Any], **arguments: Any) -> None:
+    def __init__(self, config: dict[str, Any] | Path, **arguments: Any) -> None:
         import torch
         from vllm import LLM
 
@@ -240,20 +261,21 @@ class Model:
         # Kept graphs can be asked for their nodes.
         original = torch.cuda.CUDAGraph
         torch.cuda.CUDAGraph = lambda *_, **__: original(keep_graph=True)
-        folder = Path(tempfile.mkdtemp(prefix="nan-guard-"))
-        (folder / "config.json").write_text(json.dumps(config))
-        self.llm = LLM(
-            str(folder),
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            max_model_len=1024,
-            max_num_seqs=8,
-            max_num_batched_tokens=1024,
-            gpu_memory_utilization=0.05,
-            kv_cache_memory_bytes=2**29,
-            compilation_config={"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8]},
-            **arguments,
-        )
+        folder = config if isinstance(config, Path) else Path(tempfile.mkdtemp(prefix="nan-guard-"))
+        if not isinstance(config, Path):
+            (folder / "config.json").write_text(json.dumps(config))
+        graphs = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8]}
+        usual: dict[str, Any] = {
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "max_model_len": 1024,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 1024,
+            "gpu_memory_utilization": 0.05,
+            "kv_cache_memory_bytes": 2**29,
+            "compilation_config": graphs,
+        }
+        self.llm = LLM(str(folder), **usual | arguments)
         self.runner = self.llm.collective_rpc(lambda worker: worker.model_runner)[0]
 
     def generate(self) -> list[list[int]]:
@@ -261,10 +283,10 @@ class Model:
         prompts = [{"prompt_token_ids": list(range(10, 10 + length))} for length in (5, 17, 40)]
         return [list(out.outputs[0].token_ids) for out in self.llm.generate(prompts, parameters(32), use_tqdm=False)]
 
-    def advance(self, requests: int, tokens: int, name: str = "r") -> bool:
+    def advance(self, requests: int, tokens: int, name: str = "r", length: int = 10) -> bool:
         """Start requests and step until each has `tokens` tokens, so that what follows is decoding."""
         for number in range(requests):
-            prompt = {"prompt_token_ids": list(range(100 * number + 10, 100 * number + 20))}
+            prompt = {"prompt_token_ids": [(100 * number + 10 + at) % 290 for at in range(length)]}
             self.llm.llm_engine.add_request(f"{name}{number}", prompt, parameters(200))
         for _ in range(10 * tokens):
             outputs = self.step(1)
@@ -288,6 +310,17 @@ class Model:
                 if output.finished:
                     ends[output.request_id] = str(output.outputs[0].finish_reason)
         return ends
+
+    def run_out(self) -> tuple[dict[str, list[int]], dict[str, str]]:
+        """Run what was started to its end; the tokens and ends of the requests, by the last character of their names."""
+        tokens: dict[str, list[int]] = {}
+        ends: dict[str, str] = {}
+        while self.llm.llm_engine.has_unfinished_requests():
+            for output in self.llm.llm_engine.step():
+                tokens[output.request_id[-1]] = list(output.outputs[0].token_ids)
+                if output.finished:
+                    ends[output.request_id[-1]] = str(output.outputs[0].finish_reason)
+        return tokens, ends
 
     def findings(self) -> list[str]:
         return [line for line in self.lines if "non-finite" in line or "in the logits" in line]
@@ -363,6 +396,20 @@ def check_v1(checks: Checks) -> None:
 
 
 def check_mla(checks: Checks) -> None:
+    """Where FlashAttention's library does not load, PyTorch does the prefill; the graphs of decoding need none of it."""
+    import torch
+    from vllm.v1.attention.backends.mla.prefill.flash_attn import FlashAttnPrefillBackend
+
+    def prefill(self: Any, q: Any, k: Any, v: Any, cu_seqlens_q: Any, softmax_scale: float, causal: bool, out: Any = None, **_: Any) -> Any:  # fmt: skip
+        made = q.new_empty(*q.shape[:2], v.shape[2])
+        for begin, end in itertools.pairwise(cu_seqlens_q.tolist()):
+            parts = (tensor[begin:end].transpose(0, 1)[None] for tensor in (q, k, v))
+            own = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=causal, scale=softmax_scale)
+            made[begin:end] = own[0].transpose(0, 1)
+        return made if out is None else out.copy_(made.view_as(out))
+
+    if not hasattr(torch.ops._vllm_fa2_C, "varlen_fwd"):
+        FlashAttnPrefillBackend._flash_attn_varlen_diff_headdims = prefill
     check_report(checks, LATENT, "output (NaN); q, kv_c, k_pe clean", attention_backend="TRITON_MLA", enable_prefix_caching=False)  # fmt: skip
 
 
@@ -374,14 +421,7 @@ def check_abort(checks: Checks) -> None:
         model.advance(3, 6, name)
         if fault:
             model.inject_next(3)
-        tokens: dict[str, list[int]] = {}
-        ends: dict[str, str] = {}
-        while model.llm.llm_engine.has_unfinished_requests():
-            for output in model.llm.llm_engine.step():
-                tokens[output.request_id[-1]] = list(output.outputs[0].token_ids)
-                if output.finished:
-                    ends[output.request_id[-1]] = str(output.outputs[0].finish_reason)
-        return tokens, ends
+        return model.run_out()
 
     clean, ends = serve(False, "c")
     checks.that("all end by length", set(ends.values()) == {"length"}, ends)
@@ -394,6 +434,69 @@ def check_abort(checks: Checks) -> None:
     tokens = [model.generate() for _ in range(2)]
     checks.that("later requests are as before", not wrong and tokens[0] == tokens[1], wrong)
     checks.that("one line", len(model.findings()) == 1, model.findings())
+
+
+def check_hybrid(checks: Checks) -> None:
+    """States of linear attention that go bad end their request, and are clean when others get them."""
+    from check_encoder_cache import _weights
+    from tiny_models import write_hybrid_vision_model
+
+    folder = write_hybrid_vision_model(Path(tempfile.mkdtemp(prefix="nan-guard-")))
+    model = Model(
+        folder,
+        attention_backend="TRITON_ATTN",
+        mm_encoder_attn_backend="TORCH_SDPA",
+        gdn_prefill_backend="triton",
+        limit_mm_per_prompt={"image": 0, "video": 0},
+        max_model_len=4096,
+        max_num_batched_tokens=4096,
+        num_gpu_blocks_override=60,
+        enable_prefix_caching=True,
+    )
+    model.llm.collective_rpc(_weights)
+    scheduler = model.llm.llm_engine.engine_core.engine_core.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    layers = model.runner.compilation_config.static_forward_context
+    states = [layer.kv_cache for name, layer in layers.items() if "linear_attn" in name]
+    checks.note("states", [[list(cache.shape) for cache in layer] for layer in states])
+    length = 2 * scheduler.cache_config.block_size + 100
+    for name in ("c", "d"):  # the second has its prefix cached, as all that come later
+        model.advance(3, 6, name, length)
+        clean, ends = model.run_out()
+        checks.that(f"all end by length ({name})", set(ends.values()) == {"length"}, ends)
+    model.advance(3, 6, "h", length)
+    own = next(name for name in scheduler.requests if name.startswith("h1"))
+    blocks = [block for group in scheduler.kv_cache_manager.get_block_ids(own) for block in group if block]
+    for layer in states:
+        for cache in layer:
+            cache[blocks] = NAN
+    tokens, ends = model.run_out()
+    checks.that("its request alone ends with an error", ends == {"0": "length", "1": "error", "2": "length"}, ends)
+    checks.that("the others' tokens are the same", tokens["0"] == clean["0"] and tokens["2"] == clean["2"], None)
+    found = model.findings()
+    checks.that("one line, which names the layer behind", len(found) == 1 and "layers.3.self_attn" in found[0], found)
+    given: set[int] = set()
+    get = pool.get_new_blocks
+
+    def watched(*arguments: Any, **named: Any) -> Any:
+        new = get(*arguments, **named)
+        given.update(block.block_id for block in new)
+        return new
+
+    pool.get_new_blocks = watched
+    every = set(range(1, pool.num_gpu_blocks))
+    for at in range(120):
+        model.advance(3, 2, f"l{at}-", length if at == 0 else length + 17 * at)
+        tokens, ends = model.run_out()
+        if at == 0:
+            checks.note("the same prompts give the same tokens", tokens == clean)
+        if set(ends.values()) != {"length"} or given >= every:
+            break
+    checks.that(
+        "each block was used again", given >= every, f"{len(given)} of {len(every)} after {3 * at + 3} requests"
+    )
+    checks.that("later requests end by length", set(ends.values()) == {"length"}, ends)
+    checks.that("and no more lines", len(model.findings()) == 1, model.findings())
 
 
 def check_padding(checks: Checks, model: Model) -> None:
@@ -434,6 +537,12 @@ def check_off(checks: Checks) -> None:
     count_nodes(checks, model.runner)
 
 
+def check_stock(checks: Checks) -> None:
+    model = Model(DENSE, attention_backend="TRITON_ATTN", enable_prefix_caching=False)
+    checks.note("tokens", model.generate())
+    count_nodes(checks, model.runner)
+
+
 def poison(model: Any) -> None:
     model.model.layers[2].self_attn.qkv_proj.bias.data[5].fill_(NAN)
 
@@ -461,11 +570,16 @@ INJECT = "layer=2,tensor=output,step=100000000,row=1,value=nan"
 PARTS: dict[str, tuple[Callable[[Checks], None], dict[str, str]]] = {
     "kernel": (check_kernel, {}),
     "off": (check_off, {"VLLM_USE_V2_MODEL_RUNNER": "1"}),
+    "stock": (check_stock, {"VLLM_USE_V2_MODEL_RUNNER": "1"}),
     "v2": (check_v2, {"VLLM_NDT_NAN_GUARD": "report", "VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_NDT_NAN_INJECT": INJECT}),
     "v1": (check_v1, {"VLLM_NDT_NAN_GUARD": "report", "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_NDT_NAN_INJECT": INJECT}),
     "abort": (
         check_abort,
         {"VLLM_NDT_NAN_GUARD": "abort", "VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_NDT_NAN_INJECT": INJECT},
+    ),
+    "hybrid": (
+        check_hybrid,
+        {"VLLM_NDT_NAN_GUARD": "abort", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONHASHSEED": "0"},
     ),
     "mla": (
         check_mla,
@@ -487,9 +601,11 @@ def run_part(name: str) -> int:
     return int(bool(checks.failed))
 
 
-def run_apart(name: str) -> dict[str, Any]:
+def run_apart(name: str, stock: str | None) -> dict[str, Any]:
     """Run one part in a process of its own, showing what it prints."""
     environ = {**os.environ, **ENVIRON, **PARTS[name][1]}
+    if name == "stock":
+        environ["PYTHONPATH"] = str(stock)
     try:
         done = subprocess.run(
             [sys.executable, __file__, "--here", name],
@@ -517,11 +633,15 @@ def run_apart(name: str) -> dict[str, Any]:
 
 def compare(parts: dict[str, Any]) -> dict[str, Any]:
     """What `v2` and `off` say together: the fault's node and one launch for four layers, the same tokens."""
-    on, off = (parts[name].get("results", {}) for name in ("v2", "off"))
+    on, off, stock = (parts.get(name, {}).get("results", {}) for name in ("v2", "off", "stock"))
     nodes, plain = on.get("nodes"), off.get("nodes")
     result: dict[str, Any] = {"same tokens": on.get("tokens") == off.get("tokens"), "failed": []}
     if not result["same tokens"]:
         result["failed"].append("same tokens")
+    if stock:
+        result["off is as stock"] = [stock.get("nodes"), stock.get("tokens")] == [plain, off.get("tokens")]
+        if not isinstance(plain, dict) or not result["off is as stock"]:
+            result["failed"].append("off is as stock")
     if isinstance(nodes, dict) and isinstance(plain, dict) and nodes:
         more = {size: nodes[size] - plain.get(size, 0) for size in nodes}
         result["nodes more"] = more
@@ -536,13 +656,18 @@ def compare(parts: dict[str, Any]) -> dict[str, Any]:
 def main(arguments: list[str]) -> int:
     if arguments[:1] == ["--here"] and len(arguments) == 2 and arguments[1] in PARTS:
         return run_part(arguments[1])
-    if any(argument not in PARTS for argument in arguments):
-        print(__doc__, file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stock", metavar="SITE")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(PARTS))
+    options = parser.parse_args(arguments)
+    names = options.names or [name for name in PARTS if options.stock or name != "stock"]
+    if unknown := [name for name in names if name not in PARTS]:
+        parser.error(f"no such part: {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    if "stock" in names and not options.stock:
+        parser.error("the part stock needs --stock: a folder with a stock vllm")
     begin = time.monotonic()
-    names = arguments or list(PARTS)
     with ThreadPoolExecutor(len(names)) as pool:
-        parts = dict(zip(names, pool.map(run_apart, names), strict=True))
+        parts = dict(zip(names, pool.map(lambda name: run_apart(name, options.stock), names), strict=True))
     if "v2" in parts and "off" in parts:
         parts["v2 and off"] = compare(parts)
     failed = {name: part["failed"] for name, part in parts.items() if part["failed"]}

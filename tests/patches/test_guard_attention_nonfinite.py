@@ -248,7 +248,6 @@ def test_latent_attention_is_watched_by_its_own_names(monkeypatch: pytest.Monkey
 
 def compare_kernels() -> None:
     """Compare the kernels with PyTorch on random cases and count them."""
-    from vllm_ndt import nan_kernel
     from vllm_ndt.nan_guard import Memory, _check, _real
     from vllm_ndt.nan_kernel import FOUND, Layer, check_rows, collect, inject
     from vllm_ndt.nan_step import _collect
@@ -276,18 +275,31 @@ def compare_kernels() -> None:
             cases += bool(memory.words.any())
 
     # in a large batch: an input that the kernel hides is found in its turn, and any where the output shows it
-    nan_kernel.FULL_ROWS = 4
-    memory = Memory(torch.device("cpu"), 64, 20)
-    layer = Layer([torch.randn(33, 2, 64) for _ in range(4)], 3)
-    q, _, _, output = layer.tensors
-    assert q is not None
-    assert output is not None
-    q[13], q[12], q[20], output[20] = NAN, NAN, NAN, NAN
-    check_rows([layer], 33, torch.arange(33), True, memory.words, memory.peaks)
-    assert {row: parts(value) for row, value in enumerate(memory.words.tolist()) if value} == {
-        13: (3, 0b1),
-        20: (3, 0b1000001),
-    }
+    for dtype in (torch.float32, torch.bfloat16):
+        memory = Memory(torch.device("cpu"), 64, 20)
+        layer = Layer([torch.randn(33, 2, 80, dtype=dtype) for _ in range(4)], 3)
+        q, _, _, output = layer.tensors
+        assert q is not None
+        assert output is not None
+        q[13], q[12], q[20], output[20] = NAN, NAN, NAN, NAN
+        # one value of an output in one piece of four: in row 4 and layer 3 the fourth, eighth, ... piece of 64 bytes
+        piece = 64 // dtype.itemsize
+        output.view(33, 160)[4, 3 * piece], output.view(33, 160)[5, 3 * piece] = INF, INF
+        check_rows([layer], 33, torch.arange(33), True, memory.words, memory.peaks, full=False)
+        assert {row: parts(value) for row, value in enumerate(memory.words.tolist()) if value} == {
+            4: (3, 0b10000000),
+            13: (3, 0b1),
+            20: (3, 0b1000001),
+        }
+    # and of each piece of a row, one row in four
+    for at in range(0, 160, 7):
+        memory = Memory(torch.device("cpu"), 64, 20)
+        layer = Layer([torch.zeros(8, 2, 80) for _ in range(4)], 3)
+        output = layer.tensors[3]
+        assert output is not None
+        output.view(8, 160)[:, at] = NAN
+        check_rows([layer], 8, torch.arange(8), True, memory.words, memory.peaks, full=False)
+        assert memory.words.count_nonzero() == 2, at
 
     for lengths, drafts in itertools.product(([1], [1, 1, 1], [3000, 1, 17]), (0, 2)):
         starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
