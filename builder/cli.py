@@ -16,13 +16,15 @@ from builder.errors import BuildError, ImageProblem
 
 DIFFERENCE = 6
 COULD_NOT_CHECK = 3
+BUILDERS = ("docker", "buildah", "podman")
 EPILOG = """\
 exit statuses:
   0 done                                4 a patch does not apply or lacks something
   1 anything else (a failed test,       5 no image could be built
     a full disk, an unwritable output)  6 verify found a difference in a wheel
-  2 wrong usage                         verify --site: 0 patched, 1 edited or incomplete,
-  3 an input is missing or not pinned     2 rolled back, 3 could not check
+  2 wrong usage                         verify --site and --image: 0 patched,
+  3 an input is missing or not pinned     1 edited or incomplete, 2 rolled back,
+                                          3 could not check
 """
 
 
@@ -60,9 +62,11 @@ def parser() -> argparse.ArgumentParser:
         "--image",
         choices=("auto", "yes", "no"),
         default="auto",
-        help="build an image too (not there yet; default: auto)",
+        help="build an image too: auto where a builder is found (default), yes: or fail",
     )
-    commands = top.add_subparsers(dest="command", metavar="{test,verify,lock}")
+    top.add_argument("--builder", choices=BUILDERS, help="default: the first that can build")
+    top.add_argument("--base", metavar="IMAGE", help="the image to build on (default: upstream's, of VERSIONS.lock)")
+    commands = top.add_subparsers(dest="command", metavar="{test,verify,push,index,lock}")
     test = commands.add_parser("test", parents=parents, help="set up what the tests need, and run them")
     test.add_argument("--quick", action="store_true", help="only those that need no engine")
     test.add_argument("pytest", nargs="*", metavar="ARG", help="arguments for pytest, after --")
@@ -72,19 +76,34 @@ def parser() -> argparse.ArgumentParser:
     what = verify.add_mutually_exclusive_group(required=True)
     what.add_argument("wheel", nargs="?", type=Path, metavar="WHEEL", help="a wheel file")
     what.add_argument("--site", type=Path, metavar="DIR", help="an environment, or its site-packages folder")
+    what.add_argument("--image", metavar="NAME", help="an image that lies here; no container is started")
+    verify.add_argument("--builder", choices=BUILDERS, default=argparse.SUPPRESS, help="with --image: who has it")
     verify.add_argument("--deep", action="store_true", help="with --site: hash every file, not only Python's")
     verify.add_argument("--expect", metavar="DIGEST", help="the manifest digest that it must have")
+    push = commands.add_parser(
+        "push", parents=[common], help="push the image that was built, and put it into dist/deploy"
+    )
+    push.add_argument("target", metavar="REGISTRY/NAME", help="where to, without a tag")
+    _add_out(push, "where the build wrote")
+    push.add_argument("--insecure", action="store_true", help="the registry has no TLS; for one on this machine")
+    index = commands.add_parser("index", parents=[common], help="make a simple index of the wheels that were built")
+    index.add_argument("folder", metavar="DIR", type=Path, help="the folder to serve: DIR/vllm/ is made in it")
+    _add_out(index, "where the wheels lie")
     lock = commands.add_parser("lock", parents=[common], help="pin everything anew in VERSIONS.lock")
     lock.add_argument("--label", help="the wheels' new label, such as ndt.2")
     return top
+
+
+def _add_out(command: argparse.ArgumentParser, what: str) -> None:
+    command.add_argument("--out", metavar="DIR", type=Path, default=argparse.SUPPRESS, help=f"{what} (default: dist)")
 
 
 def main(arguments: Sequence[str], root: Path | None = None) -> int:
     """Run build.py; returns its exit status."""
     try:
         options = parser().parse_args(arguments)
-    except SystemExit as stop:  # with --site, 2 says that the patches are gone
-        site = "verify" in arguments and any(word.partition("=")[0] == "--site" for word in arguments)
+    except SystemExit as stop:  # with --site and --image, 2 says that the patches are gone
+        site = "verify" in arguments and any(word.partition("=")[0] in ("--site", "--image") for word in arguments)
         return COULD_NOT_CHECK if stop.code == 2 and site else int(stop.code or 0)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what the terminal cannot show
@@ -107,8 +126,8 @@ def main(arguments: Sequence[str], root: Path | None = None) -> int:
 
 
 def _otherwise(options: argparse.Namespace) -> int:
-    """The exit status of what has none of its own; with --site, 1 says that files were changed."""
-    return COULD_NOT_CHECK if options.command == "verify" and options.site else 1
+    """The exit status of what has none of its own; with --site and --image, 1 says that files were changed."""
+    return COULD_NOT_CHECK if options.command == "verify" and (options.site or options.image) else 1
 
 
 def _run(options: argparse.Namespace, root: Path) -> int:
@@ -119,23 +138,17 @@ def _run(options: argparse.Namespace, root: Path) -> int:
     tools = "dev" if options.command in ("test", "lock") else "tools"
     packages = bootstrap.ensure(root / "locks" / f"{tools}.txt", cache, offline=offline)
     sys.path.insert(0, str(packages))
-    command = {None: _build, "test": _test, "verify": _verify, "lock": _lock}[options.command]
-    return command(options, root, cache, packages)
+    commands = {None: _build, "test": _test, "verify": _verify, "push": _push, "index": _index, "lock": _lock}
+    return commands[options.command](options, root, cache, packages)
 
 
 def _build(options: argparse.Namespace, root: Path, cache: Path, _: Path) -> int:
     from builder import pipeline
     from builder.fetch import cached
 
-    if options.image == "yes":
-        raise ImageProblem(
-            "--image yes",
-            expected="an image to be possible",
-            found="no image build in this version",
-            do="use --image no",
-        )
     pipeline.check_epoch()
     project, release = _release(options, root)
+    builder, why = _find_builder(options)
     artefact = release.wheel_artefact(options.flavor, options.arch)
     if not cached(artefact, cache).is_file() and "offline" not in options:
         print(f"fetching {artefact.file} ({artefact.size / 1e6:.0f} MB)", file=sys.stderr)
@@ -144,9 +157,77 @@ def _build(options: argparse.Namespace, root: Path, cache: Path, _: Path) -> int
     )
     result = {"wheel": str(written.path), "sha256": written.sha256, "manifest": f"sha256:{written.manifest}"}
     lines = [f"{key:<9} {value}" for key, value in result.items()]
-    if options.image == "auto":
-        lines.append("image     none: this version builds wheels only")
-    return _print(options, result | {"image": None}, lines)
+    if builder is None:
+        return _print(options, result | {"image": None}, [*lines, f"image     none: {why}"])
+    if "json" not in options:  # it stays, whatever comes of the image
+        print("\n".join(lines), flush=True)
+        lines = []
+    from builder import imagefiles
+
+    made = imagefiles.build(
+        project,
+        release,
+        options.flavor,
+        options.arch,
+        options.base,
+        builder,
+        options.out,
+        cache,
+        offline="offline" in options,
+    )
+    lines.append(
+        f"base      {made.base}" + ("" if made.pinned else " (as its tag has it now: VERSIONS.lock pins no digest)")
+    )
+    lines += [
+        f"image     {made.image.name}",
+        f"digest    {made.image.digest}",
+        f"contains  manifest {made.image.manifest}",
+    ]
+    return _print(options, result | {"image": made.as_dict()}, lines)
+
+
+def _find_builder(options: argparse.Namespace) -> tuple[str | None, str]:
+    """Who will build the image, or None and why there will be none; raises ImageProblem where there must be one."""
+    from builder import image
+
+    if options.image == "no":
+        return None, "--image no"
+    try:
+        if options.arch != _machine():
+            raise ImageProblem(
+                "--image",
+                expected=f"a machine of {options.arch}",
+                found=_machine(),
+                do="build it there, or use --image no",
+            )
+        if options.flavor == "cpu" and options.base is None:
+            raise ImageProblem(
+                "--image",
+                expected="--base IMAGE with stock vLLM for the CPU",
+                found="none",
+                do="give one, or use --image no",
+            )
+        return image.find_builder(options.builder), ""
+    except ImageProblem as problem:
+        if options.image == "yes" or options.builder or options.base:
+            raise
+        return None, str(problem)
+
+
+def _push(options: argparse.Namespace, root: Path, _: Path, __: Path) -> int:
+    from builder import imagefiles
+
+    reference = imagefiles.push(_release(options, root)[0], options.out, options.target, insecure=options.insecure)
+    return _print(options, {"image": reference}, [f"image     {reference}", f"specs     {options.out / 'deploy'}"])
+
+
+def _index(options: argparse.Namespace, root: Path, _: Path, __: Path) -> int:
+    from builder import simpleindex
+
+    wheels = simpleindex.write(options.out, options.folder)
+    return _print(
+        options, {"wheels": wheels}, [f"index     {options.folder}", *(f"wheel     {name}" for name in wheels)]
+    )
 
 
 def _test(options: argparse.Namespace, root: Path, cache: Path, packages: Path) -> int:
@@ -171,6 +252,11 @@ def _verify_site(options: argparse.Namespace, root: Path) -> int:
 
 def _verify(options: argparse.Namespace, root: Path, _: Path, __: Path) -> int:
     sys.path.insert(0, str(root / "overlay"))
+    if options.image:
+        from builder import verifyimage
+
+        verdict = verifyimage.check_image(options.image, options.builder, deep=options.deep, expect=options.expect)
+        return _print(options, verdict.as_dict(), verdict.lines()) or verdict.status
     from builder import verifywheel
 
     report = verifywheel.check_wheel(options.wheel, _releases(root), options.expect)
@@ -194,7 +280,7 @@ def _lock(options: argparse.Namespace, root: Path, cache: Path, packages: Path) 
 
 def _release(options: argparse.Namespace, root: Path) -> tuple[Any, Any]:
     from builder import lockfile
-    from builder.pipeline import Project
+    from builder.inputs import Project
 
     releases = _releases(root)
     return Project(root), lockfile.release(releases, options.vllm if "vllm" in options else list(releases)[-1])

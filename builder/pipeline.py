@@ -5,72 +5,23 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import zip_longest
+from dataclasses import replace
 from pathlib import Path
 
-from builder import changeset, overlay, series, wheel
+from builder import changeset, wheel
 from builder.atomic import locked, replacing
-from builder.changeset import ChangeSet
 from builder.closure import read_pins
+from builder.distinfo import Build
 from builder.errors import InputProblem, PatchProblem, UsageProblem
 from builder.fetch import fetch
 from builder.hashing import sha256_of
+from builder.inputs import Project, check_series, read_inputs
 from builder.lockfile import LATEST, Artefact, Release
-from builder.patchfile import Patch
-from builder.series import SeriesEntry
-from builder.wheel import Build, Content, UpstreamWheel, Written
+from builder.wheel import UpstreamWheel, Written
 
 FLAVORS = ("cuda", "cpu")
 ARCHES = ("x86_64", "aarch64")
 EARLIEST = 315532800  # 1980-01-01
-
-
-@dataclass(frozen=True)
-class Project:
-    """The checkout: where patches, overlay, locks and tests lie."""
-
-    root: Path
-
-    @property
-    def overlay(self) -> Path:
-        return self.root / "overlay"
-
-    @property
-    def locks(self) -> Path:
-        return self.root / "locks"
-
-    @property
-    def versions(self) -> Path:
-        return self.root / "VERSIONS.lock"
-
-    def patches(self, release: str) -> Path:
-        return self.root / "patches" / release
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Patches and overlay as read from the checkout, before they meet upstream's tree."""
-
-    entries: tuple[SeriesEntry, ...]
-    patches: tuple[Patch, ...]
-    overlay: dict[str, bytes]
-
-    def changes(self, upstream: UpstreamWheel) -> ChangeSet:
-        """The change set on an upstream wheel; raises PatchProblem if a patch or an overlay file does not fit."""
-        overlay.check_paths(self.overlay, set(upstream.members))
-        return changeset.compute(self.patches, self.overlay, upstream.read)
-
-    def content(self, changes: ChangeSet, pins: tuple[str, ...]) -> Content:
-        """What the wheel writer needs."""
-        digests = (entry.sha256 for entry in self.entries)
-        return Content(changes, tuple(zip(self.patches, digests, strict=True)), pins)
-
-
-def read_inputs(project: Project, release: str) -> Inputs:
-    """Read and check series, patches and overlay; raises PatchProblem."""
-    entries = series.read_series(project.patches(release))
-    return Inputs(entries, series.parse_series(entries, project.root), overlay.read_overlay(project.overlay))
 
 
 def check_epoch() -> None:
@@ -109,7 +60,7 @@ def build(
     with path.open("rb") as file:
         with _naming_damage(release, project):
             upstream = UpstreamWheel(file)
-            changes = inputs.changes(upstream)
+            changes = inputs.changes(set(upstream.members), upstream.read)
         check_series(inputs.entries, release)
         changeset.check(changes, release.changed)
         written = wheel.write(upstream, spec, inputs.content(changes, pins), out, expected=pinned.sha256)
@@ -135,23 +86,6 @@ def describe(release: Release, artefact: Artefact) -> Build:
         epoch=release.source_date_epoch,
         commit=release.commit,
         upstream_sha256=artefact.sha256,
-    )
-
-
-def check_series(entries: tuple[SeriesEntry, ...], release: Release) -> None:
-    """Raise InputProblem unless series and patches are those of the lock, in its order."""
-    found = [(entry.path, entry.sha256) for entry in entries]
-    expected = [(patch.file, patch.sha256) for patch in release.patch]
-    if found == expected:
-        return
-    end = ("the end of the series", "")
-    rows = zip_longest(found, expected, fillvalue=end)
-    (path, digest), (pinned_path, pinned_digest) = next(row for row in rows if row[0] != row[1])
-    raise InputProblem(
-        f"patches/{release.version}/series",
-        expected=f"{pinned_path} sha256 {pinned_digest} (VERSIONS.lock)",
-        found=f"{path} {digest}",
-        do="restore the file; after a change on purpose run `build.py lock`",
     )
 
 

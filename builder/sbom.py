@@ -11,21 +11,50 @@ PROPERTY = "vllm-ndt"
 def bill_of_materials(
     *, version: str, upstream: str, upstream_sha256: str, patches: Iterable[tuple[str, str]], pins: Iterable[str]
 ) -> bytes:
-    """A CycloneDX document: the wheel, the upstream wheel that it came from with its patches, the locked closure."""
+    """A CycloneDX document: vllm, what upstream made it of with its patches, the locked closure."""
+    hashes = {"hashes": [{"alg": "SHA-256", "content": upstream_sha256}]} if upstream_sha256 else {}
     pedigree = {
-        "ancestors": [_component("vllm", upstream, hashes=[{"alg": "SHA-256", "content": upstream_sha256}])],
+        "ancestors": [_component("vllm", upstream, **hashes)],
         "patches": [
             {"type": "unofficial", "diff": {"text": {"content": f"{name} sha256:{digest}"}}} for name, digest in patches
         ],
     }
+    licenses = [{"license": {"id": "Apache-2.0"}}]
+    return _document(_component("vllm", version, pedigree=pedigree, licenses=licenses), [_pinned(pin) for pin in pins])
+
+
+def bill_of_image(
+    *,
+    name: str,
+    digest: str,
+    version: str,
+    base: str,
+    base_digest: str,
+    upstream: str,
+    patches: Iterable[tuple[str, str]],
+    pins: Iterable[str],
+    py_spy: str,
+) -> bytes:
+    """A CycloneDX document of an image: what its layers add, the closure of vLLM, and its base by digest.
+
+    What else the base has is the base's to say.
+    """
+    container = {"type": "container", "name": name, "version": digest, "bom-ref": f"{name}@{digest}"}
+    ancestor = {"type": "container", "name": base, "version": base_digest, "bom-ref": f"{base}@{base_digest}"}
+    vllm = json.loads(
+        bill_of_materials(version=version, upstream=upstream, upstream_sha256="", patches=patches, pins=pins)
+    )
+    own = [vllm["metadata"]["component"], _component("py-spy", py_spy)]
+    return _document(container | {"pedigree": {"ancestors": [ancestor]}}, [*own, *vllm["components"]])
+
+
+def _document(subject: dict[str, Any], components: list[dict[str, Any]]) -> bytes:
     document = {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
         "version": 1,
-        "metadata": {
-            "component": _component("vllm", version, pedigree=pedigree, licenses=[{"license": {"id": "Apache-2.0"}}])
-        },
-        "components": [_pinned(pin) for pin in pins],
+        "metadata": {"component": subject},
+        "components": components,
     }
     return (json.dumps(document, separators=(",\n", ": ")) + "\n").encode()
 

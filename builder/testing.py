@@ -15,8 +15,9 @@ from pathlib import Path
 from builder.atomic import locked
 from builder.bootstrap import python_key
 from builder.hashing import sha256_of
+from builder.inputs import Project
 from builder.lockfile import Release
-from builder.pipeline import Project, build, build_stock
+from builder.pipeline import build, build_stock
 from builder.uv import run_uv
 
 

@@ -8,10 +8,11 @@ from vllm_ndt import manifest
 from vllm_ndt.manifest import Manifest, ManifestError
 from vllm_ndt.verify import DIGEST, EDITED, INCOMPLETE, PATCHED, ROLLED_BACK, Report, is_digest, other_build
 
+from builder.distinfo import recorded_hash
 from builder.errors import InputProblem
 from builder.hashing import sha256_of
 from builder.lockfile import Release
-from builder.wheel import UpstreamWheel, recorded_hash
+from builder.wheel import UpstreamWheel
 
 
 def check_wheel(path: Path, releases: dict[str, Release], expect: str | None) -> Report:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from builder.pipeline import Project, read_inputs
+from builder.inputs import Project, read_inputs
 
 ROOT = Path(__file__).resolve().parents[1]
 PATCHES = read_inputs(Project(ROOT), os.environ["RELEASE"]).patches

@@ -14,8 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from vllm_ndt import nan_check, verify
+from vllm_ndt import health, nan_check, serve, verify
 
+SERVE = "serve"
+HEALTH = "health"
 BUDGET = "encoder-budget"
 NAN_CHECK = "nan-check"
 
@@ -32,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
     """The parser of `vllm-ndt`."""
     top = _Parser(prog="vllm-ndt", description="Checks of the patched vLLM.")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_serve(commands)
     command = commands.add_parser(
         "verify",
         help="say whether the vLLM that would run is the patched build",
@@ -59,6 +62,29 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="print one JSON object")
     _add_nan_check(commands)
     return top
+
+
+def _add_serve(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    command = commands.add_parser(
+        SERVE,
+        allow_abbrev=False,
+        usage="%(prog)s [--require VERSION] [--expect DIGEST] [--exit-when-unhealthy] [any argument of vllm serve]",
+        help="verify this installation, then become `vllm serve`",
+        epilog="exit statuses: those of verify where it does not start (another build: 1), else those of vllm serve",
+    )
+    command.add_argument("--require", metavar="VERSION", help="serve only as this version, such as 0.27.1+ndt.1")
+    command.add_argument("--expect", metavar="DIGEST", help="serve only with this manifest digest")
+    command.add_argument(
+        "--exit-when-unhealthy",
+        action="store_true",
+        help="end the server when it is no longer healthy, for whoever restarts what ended, as compose does",
+    )
+    commands.add_parser(
+        HEALTH,
+        allow_abbrev=False,
+        help="ask the server that `vllm-ndt serve` started here for its health, by its own arguments",
+        epilog="exit statuses: 0 healthy, 1 not",
+    )
 
 
 def _add_nan_check(commands: "argparse._SubParsersAction[_Parser]") -> None:
@@ -92,13 +118,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `vllm-ndt`; returns its exit status."""
     top = parser()
     options, rest = top.parse_known_args(arguments)
+    if options.command == SERVE:
+        return _serve(options, rest)
     if options.command == BUDGET:
         return _encoder_budget(options, rest)
     if rest:
         getattr(options, "parser", top).error(f"unrecognized arguments: {' '.join(rest)}")
     if options.command == NAN_CHECK:
         return _nan_check(options)
-    return _verify(options)
+    return _health() if options.command == HEALTH else _verify(options)
+
+
+def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    try:
+        return serve.serve(
+            rest, require=options.require, expect=options.expect, end_when_unhealthy=options.exit_when_unhealthy
+        )
+    except health.NoServer as error:
+        print(f"error: {error}", file=sys.stderr)
+    except Exception as error:  # Python would exit with 1, and that says edited
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+    return verify.STATUS[verify.UNKNOWN]
+
+
+def _health() -> int:
+    try:
+        problem = health.ask(health.address(health.find()))
+    except health.NoServer as error:
+        problem = str(error)
+    print(problem or "healthy")
+    return int(bool(problem))
 
 
 def _verify(options: argparse.Namespace) -> int:

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from builder import lockfile, wheel
 from builder.hashing import sha256_of
+from builder.inputs import Project, read_inputs
 from builder.lockfile import Artefact, Closure, PinnedPatch, PinnedWheel, Release
-from builder.pipeline import Project, describe, read_inputs
+from builder.pipeline import describe
 from builder.wheel import UpstreamWheel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,6 +86,21 @@ index 0000000000000000000000000000000000000001..00000000000000000000000000000000
  # line 12
  # line 13
 """
+# what the overlay's command line imports
+CLI = (
+    "__init__",
+    "bytecode",
+    "cli",
+    "health",
+    "launch",
+    "manifest",
+    "nan_advice",
+    "nan_check",
+    "serve",
+    "settings",
+    "verify",
+    "watch",
+)
 
 
 def zip_info(name: str, mode: int = 0o100644) -> zipfile.ZipInfo:
@@ -147,13 +163,14 @@ class Toy:
         )
 
     def environment(self) -> dict[str, str]:
-        """A plain environment in which pip knows the toy's index only."""
+        """A plain environment in which pip knows the toy's index only, and no builder of images works."""
         kept = {
             key: value
             for key, value in os.environ.items()
             if not key.startswith(("PIP_", "PYTHON", "UV", "GIT_", "LC_"))
         }
         return kept | {
+            "PATH": f"{self.root.parent / 'bin'}:{os.environ['PATH']}",
             "PIP_NO_INDEX": "1",
             "PIP_FIND_LINKS": str(self.index),
             "PIP_CONFIG_FILE": os.devnull,
@@ -182,7 +199,7 @@ class Toy:
         )
         with wheel_path.open("rb") as file:
             upstream = UpstreamWheel(file)
-            changes = inputs.changes(upstream)
+            changes = inputs.changes(set(upstream.members), upstream.read)
             content = inputs.content(changes, ("packaging==26.3", "tomli==2.4.1 ; python_version < '3.11'"))
             written = wheel.write(upstream, describe(release, artefact), content, self.cache / "pinned")
         pinned = PinnedWheel(label, "cuda", "x86_64", written.path.name, written.sha256, f"sha256:{written.manifest}")
@@ -201,7 +218,7 @@ def make_toy(folder: Path, tools: Path) -> Toy:
     shutil.copytree(ROOT / "builder", toy.root / "builder", ignore=shutil.ignore_patterns("__pycache__"))
     package = toy.root / "overlay" / "vllm_ndt"
     package.mkdir(parents=True)
-    for name in ("__init__", "bytecode", "cli", "manifest", "nan_advice", "nan_check", "settings", "verify"):
+    for name in CLI:
         shutil.copy(ROOT / "overlay" / "vllm_ndt" / f"{name}.py", package)
     (toy.root / "locks").mkdir()
     shutil.copy(ROOT / "locks" / "tools.txt", toy.root / "locks")
@@ -213,6 +230,11 @@ def make_toy(folder: Path, tools: Path) -> Toy:
     toy.patch.parent.mkdir(parents=True)
     toy.patch.write_text(PATCH)
     (toy.patch.parent / "series").write_text("# the toy's patches\n\nchange-line-ten.patch\n")
+    (folder / "bin").mkdir()
+    for name in ("docker", "buildah", "podman"):
+        path = folder / "bin" / name
+        path.write_text(f"#!/bin/sh\necho '{name} is broken here' >&2\nexit 1\n")
+        path.chmod(0o755)
     write_wheel(toy.index / WHEEL, FILES)
     toy.cache.mkdir()
     (toy.cache / "tools").symlink_to(tools)

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `vllm-ndt serve` becomes: upstream's command, in a process that ends on SIGTERM from its first moment.
+
+The kernel drops a signal to the first process of a container as long as nothing handles it, and upstream handles
+SIGTERM only when it has imported all that it needs.
+"""
+
+import os
+import signal
+import sys
+from typing import NoReturn
+
+
+def end_on_sigterm() -> None:
+    """Let SIGTERM end this process, if it is the first of its container; until somebody else handles it."""
+    if os.getpid() == 1:
+        signal.signal(signal.SIGTERM, _end)
+
+
+def _end(number: int, _: object) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    del sys.path[0]  # the folder of this file
+    sys.argv[0] = "vllm"
+    end_on_sigterm()
+    from vllm.entrypoints.cli.main import main
+
+    sys.exit(main())
