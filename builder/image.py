@@ -184,7 +184,9 @@ def _run(words: Iterable[str]) -> str:
         ours = [line for line in lines if "error: " in line and "expected" in line]  # of builder.layer
         found = ours[-1].partition("error: ")[2] if ours else last_line(done.stdout)
         what = " ".join(words[:2])
-        raise ImageProblem(what, expected="it to succeed", found=found, do=f"correct what it says, or run `{what}` by hand")
+        raise ImageProblem(
+            what, expected="it to succeed", found=found, do=f"correct what it says, or run `{what}` by hand"
+        )
     return done.stdout
 
 

