@@ -32,6 +32,7 @@ closure_date = 2026-08-13T00:00:00Z
 SDIST = "vllm-0.27.1.tar.gz"
 TOOL = {
     f"py_spy-{PY_SPY}.data/scripts/py-spy": b"",
+    f"py_spy-{PY_SPY}.dist-info/WHEEL": b"Wheel-Version: 1.0\nGenerator: toy\nRoot-Is-Purelib: false\n",
     f"py_spy-{PY_SPY}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: py-spy\nVersion: {PY_SPY}\n".encode(),
 }
 
