@@ -89,10 +89,12 @@ def find_site(folder: Path) -> Path:
     return next(iter(places.values())) if len(places) == 1 else folder
 
 
-def check_site(site: Path, *, deep: bool = False, expect: str | None = None) -> Report:
+def check_site(site: Path, *, deep: bool = False, expect: str | None = None, same_python: bool = True) -> Report:
     """Judge a site-packages folder: every Python file by its sha256, the rest by size; all by sha256 if `deep`.
 
-    `expect` is the manifest digest (sha256, with or without that word in front) that it must have.
+    `expect` is the manifest digest (sha256, with or without that word in front) that it must have. Bytecode can only be
+    judged by the `same_python`, down to the last number of its version; with another one only what runs whatever its
+    source says is found.
     """
     where = str(site)
     if expect is not None and not is_digest(expect):
@@ -113,7 +115,7 @@ def check_site(site: Path, *, deep: bool = False, expect: str | None = None) -> 
             return Report(where, INCOMPLETE, found, ["vllm: not there; reinstall the wheel"])
         if installed and found.version not in installed:
             return Report(where, ROLLED_BACK, found, [f"vllm {', '.join(installed)} is installed over {found.version}"])
-        return _compare(site, found, installed, deep, expect)
+        return _compare(site, found, installed, deep, expect, same_python)
     except OSError as error:
         return Report(
             where,
@@ -134,7 +136,9 @@ def other_build(expect: str | None, found: Manifest) -> list[str]:
     return [f"another build: expected manifest sha256:{expect.removeprefix('sha256:')}, found {found.digest}"]
 
 
-def _compare(site: Path, found: Manifest, installed: list[str], deep: bool, expect: str | None) -> Report:
+def _compare(
+    site: Path, found: Manifest, installed: list[str], deep: bool, expect: str | None, same_python: bool
+) -> Report:
     edited = (
         [f"two installations of vllm: {', '.join(installed)}; reinstall into a clean environment"]
         if len(installed) > 1
@@ -158,7 +162,8 @@ def _compare(site: Path, found: Manifest, installed: list[str], deep: bool, expe
         if actual != size or not (not (is_python or deep) or _hash(data, path) == digest):
             edited.append(f"{name}: changed")
         elif data is not None:
-            edited += _bad_caches(site, path, name, data, deep or name in found.changed, listings)
+            compare = same_python and (deep or name in found.changed)
+            edited += _bad_caches(site, path, name, data, compare, same_python, listings)
     edited += _strangers(site, found)
     edited += other_build(expect, found)
     verdict = EDITED if edited else INCOMPLETE if missing else PATCHED
@@ -166,7 +171,13 @@ def _compare(site: Path, found: Manifest, installed: list[str], deep: bool, expe
 
 
 def _bad_caches(
-    site: Path, source: Path, name: str, data: bytes, compare: bool, listings: dict[Path, list[str]]
+    site: Path,
+    source: Path,
+    name: str,
+    data: bytes,
+    compare: bool,
+    same_python: bool,
+    listings: dict[Path, list[str]],
 ) -> Iterator[str]:
     """Findings on the bytecode of one good source."""
     folder = source.parent
@@ -177,7 +188,9 @@ def _bad_caches(
             listings[folder] = []
     for cache in bytecode.caches_of(source, listings[folder]):
         unchecked = bytecode.runs_unchecked(cache)
-        if (
+        if unchecked and not same_python:
+            yield f"{cache.relative_to(site)}: bytecode that runs whatever {name} says; delete it"
+        elif (
             (compare or unchecked)
             and (verdict := bytecode.is_of(cache, source, data)) is not True
             and (unchecked or verdict is False)

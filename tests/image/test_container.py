@@ -1,0 +1,407 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The image as it runs: answers, health, signals, an unfriendly user and file system, and nothing that leaves."""
+
+import base64
+import contextlib
+import io
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from PIL import Image
+
+from tests.image.conftest import BASE, Store
+
+# a random user id, nothing writable but /tmp, no right left: what the specs ask for, and OpenShift gives
+STRICT = (
+    "--user=1000800000:0",
+    "--read-only",
+    "--read-only-tmpfs=false",
+    "--tmpfs=/tmp:exec",
+    "--cap-drop=all",
+    "--security-opt=no-new-privileges",
+)
+START_LIMIT = 400
+FLAGS = ("--load-format", "dummy", "--enforce-eager", "--served-model-name", "tiny", "--max-num-batched-tokens", "4096")
+
+
+@dataclass
+class Container:
+    """A container of the tests' store."""
+
+    name: str
+    store: Store
+
+    def podman(self, *words: str, check: bool = True) -> str:
+        done = self.store.run("podman", words[0], *words[1:], check=check)
+        return done.stdout + done.stderr
+
+    def execute(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return self.store.run("podman", "exec", self.name, *words, check=False)
+
+    @property
+    def log(self) -> str:
+        return self.podman("logs", self.name)
+
+    @property
+    def running(self) -> bool:
+        return "true" in self.podman("inspect", self.name, "--format", "{{.State.Running}}")
+
+    @property
+    def exit_code(self) -> int:
+        return int(self.store.run("podman", "inspect", self.name, "--format", "{{.State.ExitCode}}").stdout)
+
+    def wait_until_healthy(self) -> None:
+        end = time.monotonic() + START_LIMIT
+        while time.monotonic() < end and self.running:
+            if self.execute("vllm-ndt", "health").returncode == 0:
+                return
+            time.sleep(1)
+        pytest.fail(f"not healthy:\n{self.log[-5000:]}")
+
+    def wait_for(self, text: str) -> None:
+        end = time.monotonic() + START_LIMIT
+        while time.monotonic() < end and self.running and text not in self.log:
+            time.sleep(0.2)
+        assert text in self.log, self.log[-3000:]
+
+
+@contextlib.contextmanager
+def running(
+    store: Store, image: str, model: Path, *flags: str, options: tuple[str, ...] = (), network: str = "host"
+) -> Iterator[Container]:
+    """A container of an image with the closure and a model, until the block ends."""
+    words = ["podman", "run", "--detach", f"--network={network}", "--shm-size=1g", "--env=VLLM_CPU_KVCACHE_SPACE=1"]
+    words += ["--env=HF_HUB_OFFLINE=1", "--env=VLLM_HOST_IP=127.0.0.1", f"--volume={store.closure}:/closure:ro"]
+    words += [f"--volume={model}:/model:ro", *options, image, "/model", *FLAGS, *flags]
+    name = store.run(*words).stdout.split()[-1]
+    try:
+        yield Container(name, store)
+    finally:
+        store.run("podman", "rm", "--force", "--time", "0", name, check=False)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def server(store: Store, built: dict[str, Any], deepstack_model: Path, port: int) -> Iterator[Container]:
+    """The image with a vision model, as hostile as the specs make it."""
+    flags = (
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--limit-mm-per-prompt",
+        '{"image": 4, "video": 1}',
+        "--api-key",
+        "secret",
+    )
+    require = ("--require", built["version"], "--expect", built["manifest"])
+    with running(store, built["name"], deepstack_model, *flags, *require, options=STRICT) as container:
+        container.wait_until_healthy()
+        yield container
+
+
+@pytest.fixture(scope="module")
+def client(server: Container, port: int) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="secret", max_retries=0, timeout=300)
+
+
+def test_it_says_what_runs(server: Container, built: dict[str, Any]) -> None:
+    line = f"vllm {built['version']}, verified: manifest {built['manifest']}, patches: register-ndt-settings, "
+    assert any(text.startswith(line) for text in server.log.splitlines())
+
+
+def test_it_answers_an_openai_client(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hello"}], max_tokens=4)
+    assert answer.usage
+    assert answer.usage.completion_tokens == 4
+    assert client.completions.create(model="tiny", prompt="hello", max_tokens=4).choices[0].text
+    schema = {
+        "type": "json_schema",
+        "json_schema": {"name": "n", "schema": {"type": "object", "properties": {"a": {"type": "boolean"}}}},
+    }
+    made = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "hello"}], max_tokens=4, response_format=schema
+    )  # type: ignore[call-overload]
+    assert made.choices[0].message.content.startswith("{")
+
+
+def picture() -> str:
+    data = io.BytesIO()
+    Image.new("RGB", (64, 64), (200, 30, 30)).save(data, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"
+
+
+def test_the_fifth_image_gets_400(client: openai.OpenAI) -> None:
+    def ask(count: int) -> Any:
+        content: Any = [{"type": "image_url", "image_url": {"url": picture()}}] * count
+        return client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": content}], max_tokens=2
+        )
+
+    assert ask(4).usage.completion_tokens == 2
+    with pytest.raises(openai.BadRequestError, match="At most 4 image"):
+        ask(5)
+
+
+def test_the_images_own_health_check_passes(server: Container) -> None:
+    assert server.store.run("podman", "healthcheck", "run", server.name, check=False).returncode == 0
+    done = server.execute("vllm-ndt", "health")
+    assert (done.returncode, done.stdout.strip()) == (0, "healthy")
+
+
+def test_verify_needs_no_home_and_writes_nothing(server: Container) -> None:
+    before = server.execute("sh", "-c", "find / -xdev -newer /proc/1/stat 2>/dev/null | sort").stdout
+    done = server.execute("vllm-ndt", "verify", "--json")
+    assert json.loads(done.stdout)["verdict"] == "patched"
+    assert server.execute("sh", "-c", "find / -xdev -newer /proc/1/stat 2>/dev/null | sort").stdout == before
+
+
+def test_caches_are_in_a_home_of_its_own(server: Container) -> None:
+    environment = server.execute("sh", "-c", "ls -ld /tmp/vllm-ndt-1000800000").stdout
+    assert re.match(r"drwx------ \d+ 1000800000 ", environment)
+    assert "Permission denied" not in server.log
+    assert "Read-only file system" not in server.log
+
+
+# ---- signals ----
+
+
+@pytest.mark.parametrize("init", [True, False])
+def test_sigterm_ends_a_server_in_time(store: Store, built: dict[str, Any], text_model: Path, init: bool) -> None:
+    """During the start, at its first moment, and as the first process of the container or not."""
+    flags = ("--host", "127.0.0.1", "--port", str(free_port()))
+    for moment in ("verified: manifest", "non-default args", "Initializing a V1 LLM engine"):
+        options = (*STRICT, "--init") if init else STRICT
+        with running(store, built["name"], text_model, *flags, options=options) as container:
+            container.wait_for(moment)
+            begin = time.monotonic()
+            container.podman("stop", "--time", "60", container.name)
+            assert time.monotonic() - begin < 50, (moment, container.log[-3000:])
+            assert container.exit_code in (0, 143), (moment, container.log[-3000:])
+
+
+def test_a_stream_ends_properly_when_it_is_told_to_stop(store: Store, built: dict[str, Any], text_model: Path) -> None:
+    """And ten times the same container starts again."""
+    port = free_port()
+    flags = ("--host", "127.0.0.1", "--port", str(port), "--shutdown-timeout", "30")
+    with running(store, built["name"], text_model, *flags, options=(*STRICT, "--init")) as container:
+        container.wait_until_healthy()
+        talk = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=120)
+        stream = talk.completions.create(
+            model="tiny", prompt="hello", max_tokens=60, stream=True, extra_body={"ignore_eos": True}
+        )
+        pieces = [next(stream)]
+        stop = subprocess.Popen(
+            ["podman", "stop", "--time", "60", container.name],
+            env=store.environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        pieces += list(stream)
+        assert stop.wait(90) == 0
+        assert pieces[-1].choices[0].finish_reason == "length"
+        assert container.exit_code in (0, 143)
+
+
+# ---- refusals ----
+
+
+def test_a_spec_on_the_stock_image_fails_at_once_and_names_the_command(store: Store) -> None:
+    done = store.run(
+        "podman",
+        "run",
+        "--rm",
+        "--network=none",
+        "--entrypoint",
+        '["vllm-ndt", "serve"]',
+        BASE,
+        "--require=0.27.1+ndt.1",
+        "/model",
+        check=False,
+    )
+    assert done.returncode == 127
+    assert "vllm-ndt" in done.stderr
+    assert "not found" in done.stderr
+
+
+REFUSALS = {
+    "another version": (["--require", "0.27.1+ndt.7"], 1, "expected vllm 0.27.1+ndt.7 (--require), found "),
+    "another build": (["--expect", "sha256:" + "0" * 64], 1, "another build: expected manifest sha256:0000"),
+    "no digest": (["--expect", "latest"], 3, "expected a digest of 64 hexadecimal digits"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_another_build_is_refused(store: Store, built: dict[str, Any], kind: str) -> None:
+    words, status, text = REFUSALS[kind]
+    done = store.run("podman", "run", "--rm", "--network=none", *STRICT, built["name"], "/model", *words, check=False)
+    assert done.returncode == status, done.stderr
+    assert "not started" in done.stderr
+    assert text in done.stderr
+
+
+def test_an_edited_file_is_refused(store: Store, built: dict[str, Any], tmp_path: Path) -> None:
+    """As a volume may put one there."""
+    (tmp_path / "envs.py").write_text("")
+    volume = f"--volume={tmp_path}/envs.py:/usr/local/lib/python3.11/dist-packages/vllm/envs.py:ro"
+    done = store.run("podman", "run", "--rm", "--network=none", volume, built["name"], "/model", check=False)
+    assert done.returncode == 1
+    assert "vllm/envs.py: changed" in done.stderr
+
+
+# ---- a server that is not well ends ----
+
+
+def test_a_server_that_hangs_is_ended_and_started_anew(store: Store, built: dict[str, Any], text_model: Path) -> None:
+    """With the flag of the compose file; its policy then starts the container again."""
+    flags = ("--host", "127.0.0.1", "--port", str(free_port()), "--exit-when-unhealthy")
+    with running(store, built["name"], text_model, *flags, options=("--init", "--restart=on-failure:1")) as container:
+        container.wait_until_healthy()
+        time.sleep(6)  # it has asked once
+        container.execute(
+            "sh",
+            "-c",
+            "kill -STOP $(pgrep -f launch.py | head -1)"
+            if False
+            else "for p in /proc/[0-9]*; do case $(tr '\\0' ' ' < $p/cmdline) in *launch.py*) kill -STOP ${p#/proc/};; esac; done",
+        )
+        end = time.monotonic() + 120
+        while (
+            time.monotonic() < end
+            and container.podman("inspect", container.name, "--format", "{{.RestartCount}}").strip()[:1] != "1"
+        ):
+            time.sleep(1)
+        assert "not healthy, 3 times in a row" in container.log
+        container.wait_until_healthy()
+
+
+# ---- nothing leaves ----
+
+
+@dataclass
+class Namespace:
+    """A network namespace with default routes, in which a rule counts and rejects all that is not loopback."""
+
+    name: str
+
+    def packets(self) -> int:
+        done = subprocess.run(
+            ["ip", "netns", "exec", self.name, "nft", "list", "counter", "inet", "egress", "leaving"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return int(re.search(r"packets (\d+)", done.stdout)[1])  # type: ignore[index]
+
+
+@pytest.fixture
+def namespace() -> Iterator[Namespace]:
+    if missing := [tool for tool in ("ip", "nft") if not shutil.which(tool)]:
+        assert not os.environ.get("CI"), f"CI must have {missing}"
+        pytest.skip(f"not installed: {missing}")
+    name = f"egress{os.getpid()}"
+    inside = ["ip", "netns", "exec", name]
+    rules = "table inet egress { counter leaving { } chain out { type filter hook output priority 0; oifname lo accept; counter name leaving reject; } }"
+    steps = [
+        ["ip", "netns", "add", name],
+        ["ip", "link", "add", f"v{os.getpid()}", "type", "veth", "peer", "name", "up", "netns", name],
+        ["ip", "link", "set", f"v{os.getpid()}", "up"],
+        [*inside, "ip", "link", "set", "lo", "up"],
+        [*inside, "ip", "link", "set", "up", "up"],
+        [*inside, "ip", "address", "add", "192.0.2.2/24", "dev", "up"],
+        [*inside, "ip", "address", "add", "2001:db8::2/64", "dev", "up", "nodad"],
+        [*inside, "ip", "route", "add", "default", "via", "192.0.2.1"],
+        [*inside, "ip", "-6", "route", "add", "default", "via", "2001:db8::1"],
+        [*inside, "nft", rules],
+    ]
+    try:
+        for step in steps:
+            done = subprocess.run(step, capture_output=True, text=True, check=False)
+            if done.returncode:
+                assert not os.environ.get("CI"), done.stderr
+                pytest.skip(f"{' '.join(step)}: {done.stderr}")
+        yield Namespace(name)
+    finally:
+        subprocess.run(["ip", "netns", "delete", name], check=False)
+
+
+ASK = """
+import json, urllib.request
+def ask(path, body=None):
+    request = urllib.request.Request("http://127.0.0.1:8000" + path, json.dumps(body).encode() if body else None, {"Content-Type": "application/json"})
+    return urllib.request.urlopen(request, timeout=300).status
+message = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+print(ask("/v1/models"), ask("/v1/chat/completions", message), ask("/v1/chat/completions", message | {"stream": True}),
+    ask("/v1/completions", {"model": "tiny", "prompt": "a", "max_tokens": 2, "logprobs": 1}),
+    ask("/v1/chat/completions", message | {"response_format": {"type": "json_object"}}),
+    ask("/v1/chat/completions", message | {"tools": [tool], "tool_choice": "none"}),
+    ask("/v1/responses", {"model": "tiny", "input": "hello", "max_output_tokens": 2}),
+    ask("/tokenize", {"model": "tiny", "prompt": "a"}), ask("/metrics"), ask("/health"))
+"""
+REPORT = """
+import sys, time, pathlib
+from vllm.usage import usage_lib
+usage_lib.is_usage_stats_enabled.cache_clear() if hasattr(usage_lib.is_usage_stats_enabled, "cache_clear") else None
+from vllm.engine.arg_utils import EngineArgs
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.utils import report_usage_stats
+config = EngineArgs("/model", load_format="dummy", skip_tokenizer_init=True).create_engine_config()
+report_usage_stats(config, UsageContext.OPENAI_API_SERVER)
+time.sleep(10)
+print("called")
+"""
+
+
+def test_no_packet_leaves(store: Store, built: dict[str, Any], text_model: Path, namespace: Namespace) -> None:
+    """Through the first request of each kind of API, and while the function that would report is called."""
+    network = f"ns:/run/netns/{namespace.name}"
+    with running(store, built["name"], text_model, options=STRICT, network=network) as container:
+        container.wait_until_healthy()
+        done = container.execute("python3", "-c", ASK)
+        assert done.stdout.split() == ["200"] * 10, done.stderr[-2000:]
+        done = container.execute("env", "HOME=/tmp", "python3", "-c", REPORT)
+        assert done.stdout.strip().endswith("called"), done.stderr[-2000:]
+        assert namespace.packets() == 0
+
+
+def test_the_same_call_in_the_stock_image_is_counted(store: Store, text_model: Path, namespace: Namespace) -> None:
+    """The control of the test above: upstream would send, and the counter would see it."""
+    words = [
+        "podman",
+        "run",
+        "--rm",
+        f"--network=ns:/run/netns/{namespace.name}",
+        "--shm-size=1g",
+        f"--volume={store.closure}:/closure:ro",
+    ]
+    words += [
+        "--env=HF_HUB_OFFLINE=1",
+        "--env=VLLM_HOST_IP=127.0.0.1",
+        f"--volume={text_model}:/model:ro",
+        "--entrypoint=python3",
+    ]
+    done = store.run(*words, BASE, "-c", REPORT)
+    assert done.stdout.strip().endswith("called")
+    assert namespace.packets() > 0
