@@ -49,12 +49,18 @@ def announce(arguments: Sequence[str]) -> None:
 
 
 def find() -> list[str]:
-    """The arguments of the server that runs here; raises NoServer unless there is one that may be looked at."""
+    """The arguments of the server that runs here; raises NoServer unless there is one that may be looked at.
+
+    Servers of containers are not here for those outside.
+    """
     found: dict[str, list[int]] = {}
+    here = os.readlink("/proc/self/ns/pid")
     for process in sorted(int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
-        folder = Path("/proc", str(process), "fd")
+        folder = Path("/proc", str(process))
         try:
-            links = [link for link in folder.iterdir() if os.readlink(link) == _LINK]
+            if os.readlink(folder / "ns" / "pid") != here:
+                continue
+            links = [link for link in (folder / "fd").iterdir() if os.readlink(link) == _LINK]
             for text in {link.read_text("utf-8") for link in links}:
                 found.setdefault(text, []).append(process)
         except OSError:  # it ended meanwhile, or is another user's

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The image as it runs: answers, health, signals, an unfriendly user and file system, and nothing that leaves."""
 
-import base64
 import contextlib
-import io
 import json
 import os
 import re
@@ -18,8 +16,8 @@ from typing import Any
 
 import openai
 import pytest
-from PIL import Image
 
+from tests.engine.test_vision_serve import png
 from tests.image.conftest import BASE, Store
 
 # a random user id, nothing writable but /tmp, no right left: what the specs ask for, and OpenShift gives
@@ -146,15 +144,9 @@ def test_it_answers_an_openai_client(client: openai.OpenAI) -> None:
     assert made.choices[0].message.content.startswith("{")
 
 
-def picture() -> str:
-    data = io.BytesIO()
-    Image.new("RGB", (64, 64), (200, 30, 30)).save(data, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"
-
-
 def test_the_fifth_image_gets_400(client: openai.OpenAI) -> None:
     def ask(count: int) -> Any:
-        content: Any = [{"type": "image_url", "image_url": {"url": picture()}}] * count
+        content: Any = [{"type": "image_url", "image_url": {"url": png(64, 64, 200)}}] * count
         return client.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": content}], max_tokens=2
         )
@@ -279,13 +271,8 @@ def test_a_server_that_hangs_is_ended_and_started_anew(store: Store, built: dict
     with running(store, built["name"], text_model, *flags, options=("--init", "--restart=on-failure:1")) as container:
         container.wait_until_healthy()
         time.sleep(6)  # it has asked once
-        container.execute(
-            "sh",
-            "-c",
-            "kill -STOP $(pgrep -f launch.py | head -1)"
-            if False
-            else "for p in /proc/[0-9]*; do case $(tr '\\0' ' ' < $p/cmdline) in *launch.py*) kill -STOP ${p#/proc/};; esac; done",
-        )
+        stop = "for p in /proc/[0-9]*; do grep -q launch.py $p/cmdline && kill -STOP ${p#/proc/}; done"
+        container.execute("sh", "-c", stop)
         end = time.monotonic() + 120
         while (
             time.monotonic() < end

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`build.py index` makes a folder that any static server can serve, and pip and uv install from it."""
+
+import functools
+import http.server
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from builder.hashing import sha256_of
+from tests.builder.toy import BUILT, Toy
+
+
+@pytest.fixture
+def folder(built: Toy, tmp_path: Path) -> Path:
+    done = built.run("index", str(tmp_path / "simple"))
+    assert done.returncode == 0, done.stderr
+    assert BUILT in done.stdout
+    return tmp_path / "simple"
+
+
+@pytest.fixture
+def address(folder: Path) -> Iterator[str]:
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+def test_the_page_names_hash_and_metadata(folder: Path, built: Toy) -> None:
+    page = (folder / "vllm" / "index.html").read_text()
+    assert f'href="{BUILT.replace("+", "%2B")}#sha256={sha256_of(built.dist / BUILT)}"' in page
+    metadata = folder / "vllm" / f"{BUILT}.metadata"
+    assert f'data-core-metadata="sha256={sha256_of(metadata)}"' in page
+    assert "Version: 0.27.1+ndt.1" in metadata.read_text()
+    assert 'href="vllm/"' in (folder / "index.html").read_text()
+
+
+def test_again_changes_nothing_and_keeps_what_is_there(folder: Path, built: Toy) -> None:
+    other = folder / "vllm" / BUILT.replace("ndt.1", "ndt.0")
+    other.write_bytes((folder / "vllm" / BUILT).read_bytes())
+    other.with_name(f"{other.name}.metadata").write_text("")
+    assert built.run("index", str(folder)).returncode == 0
+    page = (folder / "vllm" / "index.html").read_text()
+    assert len(re.findall("<a ", page)) == 2
+    assert built.run("index", str(folder)).returncode == 0
+    assert (folder / "vllm" / "index.html").read_text() == page
+
+
+@pytest.mark.parametrize("tool", ["pip", "uv"])
+def test_pip_and_uv_take_the_wheel_from_it(address: str, built: Toy, uv: str, tmp_path: Path, tool: str) -> None:
+    target = tmp_path / "site"
+    words = ["install", "--no-deps", "--target", str(target), "--index-url", address, "vllm==0.27.1+ndt.1"]
+    command = [sys.executable, "-m", "pip", *words] if tool == "pip" else [uv, "pip", *words, "--no-cache"]
+    environment = {key: value for key, value in built.environment().items() if not key.startswith("PIP_")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (target / "vllm-0.27.1+ndt.1.dist-info").is_dir()
+
+
+def test_a_folder_without_wheels_is_one_line(toy: Toy, tmp_path: Path) -> None:
+    done = toy.run("index", str(tmp_path / "simple"), "--out", str(tmp_path))
+    assert done.returncode == 3
+    assert "expected wheels of a build, found none" in done.stderr
+    assert not (tmp_path / "simple").exists()
