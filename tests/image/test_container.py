@@ -271,7 +271,7 @@ def test_a_server_that_hangs_is_ended_and_started_anew(store: Store, built: dict
     with running(store, built["name"], text_model, *flags, options=("--init", "--restart=on-failure:1")) as container:
         container.wait_until_healthy()
         time.sleep(6)  # it has asked once
-        stop = "for p in /proc/[0-9]*; do grep -q launch.py $p/cmdline && kill -STOP ${p#/proc/}; done"
+        stop = "for p in /proc/[0-9]*; do grep -q 'launch[.]py' $p/cmdline && kill -STOP ${p#/proc/}; done"
         container.execute("sh", "-c", stop)
         end = time.monotonic() + 120
         while (
