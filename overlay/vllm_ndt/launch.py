@@ -27,4 +27,7 @@ if __name__ == "__main__":
     end_on_sigterm()
     from vllm.entrypoints.cli.main import main
 
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt as stop:  # which upstream makes of a SIGTERM while it starts, to end with a traceback
+        sys.exit(128 + (signal.SIGTERM if str(stop) == "terminated" else signal.SIGINT))

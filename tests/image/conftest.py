@@ -5,6 +5,7 @@ The dependency closure is mounted when a container runs, where the base looks fo
 a store of the tests' own.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -19,12 +20,13 @@ import pytest
 from builder import lockfile
 from builder.atomic import locked
 from builder.hashing import sha256_of
-from tests.engine.conftest import stock, text_model, vision_model  # noqa: F401  (fixtures)
+from tests.engine.conftest import deepstack_model, stock, text_model  # noqa: F401  (fixtures)
 
 ROOT = Path(__file__).resolve().parents[2]
 EPOCH = "1786406400"
 TOOLS = ("buildah", "podman", "runc", "mmdebstrap", "catatonit")
-PACKAGES = "python3,python3-pip,ca-certificates,libnuma1"
+# upstream's image has a compiler too
+PACKAGES = "python3,python3-pip,ca-certificates,libnuma1,g++"
 BASE = "localhost/stock:0.27.1"
 # without systemd, and without the right to raise limits
 CONTAINERS = """\
@@ -109,7 +111,7 @@ def _make_base(store: Store, folder: Path) -> None:
     there = store.run("buildah", "images", "--quiet", BASE, check=False).returncode == 0
     if there and mark.is_file() and json.loads(mark.read_text()) == wanted:
         return
-    debian = store.folder / "debian.tar"
+    debian = store.folder / f"debian-{hashlib.sha256(PACKAGES.encode()).hexdigest()[:8]}.tar"
     if not debian.is_file():
         part = debian.with_suffix(".part.tar")
         command = [
