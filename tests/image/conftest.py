@@ -25,8 +25,8 @@ from tests.engine.conftest import deepstack_model, stock, text_model  # noqa: F4
 ROOT = Path(__file__).resolve().parents[2]
 EPOCH = "1786406400"
 TOOLS = ("buildah", "podman", "runc", "mmdebstrap", "catatonit")
-# upstream's image has a compiler too
-PACKAGES = "python3,python3-pip,ca-certificates,libnuma1,g++"
+# upstream's image has a compiler and headers too
+PACKAGES = "python3,python3-dev,python3-pip,ca-certificates,libnuma1,g++"
 BASE = "localhost/stock:0.27.1"
 # without systemd, and without the right to raise limits
 CONTAINERS = """\
