@@ -3,9 +3,7 @@
 
 import contextlib
 import json
-import os
 import re
-import shutil
 import socket
 import subprocess
 import time
@@ -263,86 +261,3 @@ def test_an_edited_file_is_refused(store: Store, built: dict[str, Any], tmp_path
     done = store.run("podman", "run", "--rm", "--network=none", volume, built["name"], "/model", check=False)
     assert done.returncode == 1
     assert "vllm/envs.py: changed" in done.stderr
-
-
-# ---- nothing leaves ----
-
-
-@dataclass
-class Namespace:
-    """A network namespace with default routes, in which a rule counts and rejects all that is not loopback."""
-
-    name: str
-
-    def packets(self) -> int:
-        done = subprocess.run(
-            ["ip", "netns", "exec", self.name, "nft", "list", "counter", "inet", "egress", "leaving"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return int(re.search(r"packets (\d+)", done.stdout)[1])  # type: ignore[index]
-
-
-@pytest.fixture
-def namespace() -> Iterator[Namespace]:
-    if missing := [tool for tool in ("ip", "nft") if not shutil.which(tool)]:
-        assert not os.environ.get("CI"), f"CI must have {missing}"
-        pytest.skip(f"not installed: {missing}")
-    name = f"egress{os.getpid()}"
-    inside = ["ip", "netns", "exec", name]
-    rules = "table inet egress { counter leaving { }; chain out { type filter hook output priority 0; oifname lo accept; counter name leaving reject; }; }"
-    steps = [
-        ["ip", "netns", "add", name],
-        ["ip", "link", "add", f"v{os.getpid()}", "type", "veth", "peer", "name", "uplink", "netns", name],
-        ["ip", "link", "set", f"v{os.getpid()}", "up"],
-        [*inside, "ip", "link", "set", "lo", "up"],
-        [*inside, "ip", "link", "set", "uplink", "up"],
-        [*inside, "ip", "address", "add", "192.0.2.2/24", "dev", "uplink"],
-        [*inside, "ip", "address", "add", "2001:db8::2/64", "dev", "uplink", "nodad"],
-        [*inside, "ip", "route", "add", "default", "via", "192.0.2.1"],
-        [*inside, "ip", "-6", "route", "add", "default", "via", "2001:db8::1"],
-        [*inside, "nft", rules],
-    ]
-    try:
-        for step in steps:
-            done = subprocess.run(step, capture_output=True, text=True, check=False)
-            if done.returncode:
-                assert not os.environ.get("CI"), done.stderr
-                pytest.skip(f"{' '.join(step)}: {done.stderr}")
-        yield Namespace(name)
-    finally:
-        subprocess.run(["ip", "netns", "delete", name], check=False)
-
-
-REPORT = """
-import sys, time, pathlib
-from vllm.usage import usage_lib
-usage_lib.is_usage_stats_enabled.cache_clear() if hasattr(usage_lib.is_usage_stats_enabled, "cache_clear") else None
-from vllm.engine.arg_utils import EngineArgs
-from vllm.usage.usage_lib import UsageContext
-from vllm.v1.utils import report_usage_stats
-config = EngineArgs("/model", load_format="dummy", skip_tokenizer_init=True).create_engine_config()
-report_usage_stats(config, UsageContext.OPENAI_API_SERVER)
-time.sleep(10)
-print("called")
-"""
-
-
-def report(store: Store, image: str, model: Path, namespace: Namespace) -> int:
-    """Packets that leave while the function that would report is called in an image."""
-    words = ["podman", "run", "--rm", f"--network=ns:/run/netns/{namespace.name}", "--shm-size=1g"]
-    words += [f"--volume={store.closure}:/closure:ro", "--env=HF_HUB_OFFLINE=1", "--env=VLLM_HOST_IP=127.0.0.1"]
-    words += ["--env=HOME=/tmp", f"--volume={model}:/model:ro", "--entrypoint=python3"]
-    done = store.run(*words, image, "-c", REPORT)
-    assert done.stdout.strip().endswith("called")
-    return namespace.packets()
-
-
-def test_no_packet_leaves(store: Store, built: dict[str, Any], text_model: Path, namespace: Namespace) -> None:
-    assert report(store, built["name"], text_model, namespace) == 0
-
-
-def test_the_same_call_in_the_stock_image_is_counted(store: Store, text_model: Path, namespace: Namespace) -> None:
-    """The control of the test above: upstream would send, and the counter would see it."""
-    assert report(store, BASE, text_model, namespace) > 0
