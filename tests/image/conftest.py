@@ -69,10 +69,16 @@ class Store:
         assert not check or done.returncode == 0, f"{words}: {done.stdout[-2000:]}{done.stderr[-3000:]}"
         return done
 
-    def build(self, out: Path, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """Run build.py for the CPU flavor."""
+    def build(
+        self, out: Path, *words: str, check: bool = True, name: str | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run build.py for the CPU flavor; `name`: a further name for the image, which no other build takes away."""
         command = [sys.executable, "build.py", "--flavor", "cpu", "--image", "yes", "--out", str(out), "--json"]
-        return self.run(*command, "--cache", str(self.cache), *words, check=check)
+        with locked(self.folder / ".build.lock"):
+            done = self.run(*command, "--cache", str(self.cache), *words, check=check)
+            if name:
+                self.run("podman", "tag", json.loads(done.stdout)["image"]["name"], name)
+        return done
 
     def base(self, name: str, folder: Path, text: str) -> str:
         """Build an image of a Containerfile's text in a folder; returns its name."""
@@ -146,7 +152,6 @@ def release() -> lockfile.Release:
 @pytest.fixture(scope="session")
 def built(store: Store, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The project's image on the base, as build.py says it; `out` is where it wrote."""
-    with locked(store.folder / ".build.lock"):
-        out = tmp_path_factory.mktemp("out")
-        done = store.build(out, "--base", BASE)
-    return json.loads(done.stdout)["image"] | {"out": out}
+    out, name = tmp_path_factory.mktemp("out"), f"localhost/built-{os.getpid()}:1"
+    done = store.build(out, "--base", BASE, name=name)
+    return json.loads(done.stdout)["image"] | {"out": out, "name": name}
