@@ -134,7 +134,6 @@ def build(
     """
     spec = describe(release, release.wheel_artefact(flavor, arch))
     name = f"localhost/vllm-ndt:{spec.version.replace('+', '-')}"
-    patches = [row.file.rpartition("/")[2].removesuffix(".patch") for row in release.patch]
     arguments = {
         "BASE_IMAGE": base.reference,
         "INPUTS": inputs,
@@ -143,10 +142,8 @@ def build(
         "FLAVOR": flavor,
         "ARCH": arch,
         "ORIGIN": base.reference,
-    }
-    arguments |= {
         "VERSION": spec.version,
-        "PATCHES": " ".join(patches),
+        "PATCHES": " ".join(row.name for row in release.patch),
         "SOURCE": f"sha256:{inputs}",
         "BASE_NAME": base.name.partition("@")[0],
     }
@@ -155,12 +152,14 @@ def build(
         if builder == "docker":
             _run(command(builder, folder, arguments, epoch, ["--target", "digest", "--output", f"type=local,dest={scratch}"]))  # noqa: E501  # fmt: skip
             manifest = Path(scratch, DIGEST.name).read_text("utf-8").strip()
-            labels = {"MANIFEST": manifest, "BASE_DIGEST": base.digest or _image_digest(builder, base.reference)}
+            base_digest = base.digest or _image_digest(builder, base.reference)
+            labels = {"MANIFEST": manifest, "BASE_DIGEST": base_digest}
             _run(command(builder, folder, arguments | labels, epoch, ["--tag", name]))
         else:
             _run(command(builder, folder, arguments, epoch, ["--tag", name]))
-            manifest = _finish(builder, name, base, Path(scratch, "image"))
-    return Image(name, _image_digest(builder, name), manifest, base.digest or _image_digest(builder, base.reference))
+            base_digest = base.digest or _image_digest(builder, base.reference)
+            manifest = _finish(builder, name, base_digest, Path(scratch, "image"))
+    return Image(name, _image_digest(builder, name), manifest, base_digest)
 
 
 def command(builder: str, folder: Path, arguments: dict[str, str], epoch: int, more: Sequence[str]) -> list[str]:
@@ -259,7 +258,7 @@ def push(builder: str, image: Image, target: str, *, insecure: bool) -> str:
         return digest.read_text("utf-8").strip()
 
 
-def _finish(builder: str, name: str, base: Base, folder: Path) -> str:
+def _finish(builder: str, name: str, base_digest: str, folder: Path) -> str:
     """Complete the configuration of an image that buildah or podman built, by way of an empty folder.
 
     What is only known now becomes labels; what differs from build to build goes: the names of the container it was made
@@ -278,8 +277,7 @@ def _finish(builder: str, name: str, base: Base, folder: Path) -> str:
         config.get(part, {}).pop("Hostname", None)
     for step in config["history"]:
         step.pop("comment", None)
-    digest = base.digest or _image_digest(builder, base.reference)
-    config["config"]["Labels"] |= {LABELS["MANIFEST"]: manifest, LABELS["BASE_DIGEST"]: digest}
+    config["config"]["Labels"] |= {LABELS["MANIFEST"]: manifest, LABELS["BASE_DIGEST"]: base_digest}
     config.get("container_config", {}).pop("Labels", None)
     data = json.dumps(config, separators=(",", ":"), sort_keys=True).encode()
     found = hashlib.sha256(data).hexdigest()

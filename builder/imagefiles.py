@@ -53,7 +53,7 @@ def build(
     version = describe(release, release.wheel_artefact(flavor, arch)).version
     pins = read_pins(folder / "pins.txt")
     result = Made(made, base.reference, bool(base.digest), builder, version)
-    patches = [(row.file.rpartition("/")[2].removesuffix(".patch"), row.sha256) for row in release.patch]
+    patches = [(row.name, row.sha256) for row in release.patch]
     bill = sbom.bill_of_image(
         name=made.name,
         digest=made.digest,

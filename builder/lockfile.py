@@ -39,6 +39,11 @@ class PinnedPatch:
     file: str
     sha256: str
 
+    @property
+    def name(self) -> str:
+        """The patch's name: its file's name without .patch."""
+        return self.file.rpartition("/")[2].removesuffix(".patch")
+
 
 @dataclass(frozen=True)
 class Changed:

@@ -69,6 +69,11 @@ class Store:
         assert not check or done.returncode == 0, f"{words}: {done.stdout[-2000:]}{done.stderr[-3000:]}"
         return done
 
+    def inside(self, image: str, *command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """Run a command in a container of an image, in place of its entrypoint and without network."""
+        words = ["podman", "run", "--rm", "--network=none", f"--entrypoint={command[0]}", image, *command[1:]]
+        return self.run(*words, check=check)
+
     def build(
         self, out: Path, *words: str, check: bool = True, name: str | None = None
     ) -> subprocess.CompletedProcess[str]:

@@ -38,8 +38,8 @@ class Container:
     name: str
     store: Store
 
-    def podman(self, *words: str, check: bool = True) -> str:
-        done = self.store.run("podman", words[0], *words[1:], check=check)
+    def podman(self, *words: str) -> str:
+        done = self.store.run("podman", *words)
         return done.stdout + done.stderr
 
     def execute(self, *words: str) -> subprocess.CompletedProcess[str]:

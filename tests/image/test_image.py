@@ -56,15 +56,9 @@ def test_what_the_image_sets(store: Store, built: dict[str, Any], release: Relea
     assert environment.items() >= (off | {"VLLM_CONFIG_ROOT": "/etc/vllm"}).items()
     assert found["Healthcheck"]["Test"] == ["CMD", "vllm-ndt", "health"]
     assert found["Healthcheck"]["StartPeriod"] == 1800 * 10**9
-    done = store.run(
-        "podman",
-        "run",
-        "--rm",
-        "--network",
-        "none",
-        "--entrypoint",
-        "sh",
+    done = store.inside(
         built["name"],
+        "sh",
         "-c",
         "ls /etc/vllm; py-spy --version",
     )
@@ -98,15 +92,9 @@ def test_the_layer_holds_what_changed_and_is_small(
 
 
 def test_the_layers_manifest_lists_the_base(store: Store, built: dict[str, Any], tmp_path: Path) -> None:
-    done = store.run(
-        "podman",
-        "run",
-        "--rm",
-        "--network",
-        "none",
-        "--entrypoint",
-        "vllm-ndt",
+    done = store.inside(
         built["name"],
+        "vllm-ndt",
         "verify",
         "--deep",
         "--json",
@@ -114,27 +102,15 @@ def test_the_layers_manifest_lists_the_base(store: Store, built: dict[str, Any],
         built["manifest"],
     )
     assert json.loads(done.stdout)["verdict"] == "patched"
-    text = store.run(
-        "podman",
-        "run",
-        "--rm",
-        "--network",
-        "none",
-        "--entrypoint",
-        "cat",
+    text = store.inside(
         built["name"],
+        "cat",
         f"{SITE}/vllm_ndt/manifest.json",
     ).stdout
     assert json.loads(text)["upstream"]["image"] == BASE
-    text = store.run(
-        "podman",
-        "run",
-        "--rm",
-        "--network",
-        "none",
-        "--entrypoint",
-        "sh",
+    text = store.inside(
         built["name"],
+        "sh",
         "-c",
         f"ls -d {SITE}/vllm-*",
     ).stdout
@@ -238,19 +214,9 @@ def test_bytecode_that_is_not_its_sources_is_removed(store: Store, tmp_path: Pat
         "cp /tmp/s sampling_params.py && rm /tmp/s"
     )
     name = store.base("localhost/forged:1", tmp_path, f"FROM {BASE}\n{forge}\n")
-    assert (
-        store.run(
-            "podman", "run", "--rm", "--network", "none", "--entrypoint", "ls", name, cache, check=False
-        ).returncode
-        == 0
-    )
+    assert store.inside(name, "ls", cache, check=False).returncode == 0
     done = json.loads(store.build(tmp_path / "out", "--base", name).stdout)["image"]
-    assert (
-        store.run(
-            "podman", "run", "--rm", "--network", "none", "--entrypoint", "ls", done["name"], cache, check=False
-        ).returncode
-        != 0
-    )
+    assert store.inside(done["name"], "ls", cache, check=False).returncode != 0
     assert verify(store, done["name"], "--deep")[0] == 0
 
 
