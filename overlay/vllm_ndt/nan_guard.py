@@ -11,9 +11,9 @@ runners keep at one address and set to -1 for dummy batches, whatever the backen
 kinds than decoder self-attention have no slot of their own for each row; there the last of the query start locations
 counts, which both runners pad with the number of real tokens.
 
-A launch costs a decoding step more than what it reads. So while a full CUDA graph is captured, one launch looks at up
-to GROUP layers, on a branch of the graph beside the model's next kernels. Their tensors are held until the branch has
-come back, so that their memory is not used again before.
+In a full CUDA graph a layer is looked at on a branch beside the model's next kernels, which hides the launch. The
+branch comes back at the next layer, and until then the layer's tensors are held, so that their memory is not used again
+before. To look at several layers at once costs more: memory held for longer is memory that the cache does not have.
 
 Limits: see docs/nan.md.
 """
@@ -135,22 +135,20 @@ class Guard:
         self.full_rows = FULL_ROWS
         self._numbers: dict[str, int] = {}
         self._watched: frozenset[str] | None = None
-        self._held: list[Any] = []
-        self._held_for: Any = None  # what all that is held has in common
         self._ends: set[int] = set()  # layers that were a forward's last
         self._beside: torch.cuda.Stream | None = None
-        self._running: tuple[torch.cuda.Event, list[Any]] | None = None  # what looks beside the capture, and its layers
+        self._running: tuple[torch.cuda.Event, Any] | None = None  # the end of the open branch, and its layer's tensors
         self._previous: tuple[Any, int] = (None, 0)
 
-    def watch(self, layers: Sequence[str], norms: Sequence[str], device: torch.device, rows: int, group: bool) -> None:
+    def watch(self, layers: Sequence[str], norms: Sequence[str], device: torch.device, rows: int, beside: bool) -> None:
         """Say what will run: names of attention layers and norms, at most `rows` rows a batch.
 
-        `group`: whether one launch may look at several layers, which needs that no compiled code uses a layer's
-        tensors' memory again before the next layer.
+        `beside`: whether a layer may be looked at beside what follows it in a CUDA graph, which needs that no compiled
+        code uses its tensors' memory again before the next layer.
         """
         self._watched = frozenset((*layers, *norms))
         self.memory = Memory(device, rows, len(self._watched) + 1)
-        if group and device.type == "cuda":
+        if beside and device.type == "cuda":
             self._beside = torch.cuda.Stream(device)
 
     def watches(self, name: str) -> bool:
@@ -192,7 +190,7 @@ class Guard:
         assert output is not None
         self._look(self.memory, name, number, tensors, output, context)
         if number in self._ends:
-            self._end()
+            self._join()
 
     def _look(self, memory: Memory, name: str, number: int, tensors: Any, output: torch.Tensor, context: Any) -> None:
         marks = _marks(name, context, output.shape[0])
@@ -209,59 +207,31 @@ class Guard:
         if output.device.type != "cuda":
             _check(watched, number, _real(rows, by_slot, count), memory)
             return
-        self._launch(watched, number, count, rows, by_slot, context)
+        if self._beside and self._ends and torch.cuda.is_current_stream_capturing():
+            self._branch(watched, number, count, rows, by_slot)
+        else:
+            self._run(watched, number, count, rows, by_slot)
 
-    def _launch(self, tensors: Any, number: int, count: int, rows: torch.Tensor, by_slot: bool, context: Any) -> None:
-        from vllm_ndt.nan_kernel import GROUP, Layer, alike
-
-        layer = Layer(tensors, number)
-        if not (self._beside and self._ends and torch.cuda.is_current_stream_capturing()):
-            self._run([layer], count, rows, by_slot)
-            return
-        common = (id(context), count, rows.data_ptr(), by_slot)
-        if self._held and self._held_for[0][0] != id(context):
-            # of a forward pass whose last layer was not known; its graph is closed and its memory is another's
-            names = ", ".join(self.names[held.number] for held in self._held)
-            logger.warning("NaN guard: %s: not watched in one of the CUDA graphs.", names)
-            self._held = []
-        elif self._held and (common != self._held_for[0] or not alike(self._held[0], layer)):
-            self._flush()
-        self._held.append(layer)
-        self._held_for = common, (count, rows, by_slot)
-        if len(self._held) == GROUP and number not in self._ends:
-            self._flush()
-
-    def _flush(self) -> None:
-        """Look at what is held, on a branch of the graph that is captured; its memory is held until the branch ends."""
+    def _branch(self, tensors: Any, *args: Any) -> None:
         self._join()
-        main, beside = torch.cuda.current_stream(), self._beside
-        assert beside
-        beside.wait_stream(main)
-        with torch.cuda.stream(beside):
-            self._run(self._held, *self._held_for[1])
-        self._running = beside.record_event(), self._held
-        self._held = []
-        self._held_for = None
+        assert self._beside
+        self._beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._beside):
+            self._run(tensors, *args)
+        self._running = self._beside.record_event(), tensors
 
     def _join(self) -> None:
+        """A captured graph must not end with an open branch."""
         if self._running:
             torch.cuda.current_stream().wait_event(self._running[0])
             self._running = None
 
-    def _end(self) -> None:
-        """After a forward pass' last layer: a captured graph must not end with an open branch."""
-        if self._held:
-            self._run(self._held, *self._held_for[1])
-            self._held = []
-            self._held_for = None
-        self._join()
-
-    def _run(self, layers: Any, count: int, rows: torch.Tensor, by_slot: bool) -> None:
+    def _run(self, tensors: Any, number: int, count: int, rows: torch.Tensor, by_slot: bool) -> None:
         from vllm_ndt.nan_kernel import check_rows
 
         assert self.memory is not None
         full = count <= self.full_rows
-        check_rows(layers, count, rows, by_slot, self.memory.words, self.memory.peaks, full=full)
+        check_rows(tensors, number, count, rows, by_slot, self.memory.words, self.memory.peaks, full=full)
 
     def _number(self, name: str, kind: Sequence[str]) -> int:
         number = self._numbers.get(name)

@@ -13,7 +13,6 @@ Nothing is written as long as all values are finite and no larger than before.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import triton
@@ -21,7 +20,6 @@ import triton.language as tl
 
 from vllm_ndt.nan_words import FLAGS, LAYERS
 
-GROUP = 4  # layers that one launch can look at
 # What is read of a large batch: of a row's output one piece of PIECE bytes (as memory is read) in PARTS; its inputs in
 # one row of SAMPLE, and where the output is bad. Other pieces and rows in each layer.
 PARTS = 4
@@ -29,13 +27,6 @@ PIECE = 64
 SAMPLE = 16
 SPLITS = 8  # programs a request that read its logits
 FOUND = 2 + SPLITS  # words a request: `words`' largest, its row counted from the request's first, the logits' flags
-
-
-class Layer(NamedTuple):
-    """A layer to look at: its tensors, each (rows, heads, size) or None, and its number, from 1."""
-
-    tensors: Sequence[torch.Tensor | None]
-    number: int
 
 
 @triton.jit
@@ -82,20 +73,9 @@ def _look_closer(  # type: ignore[no-untyped-def]
     return flags, peak
 
 
-@triton.jit
-def _one_of(which, a, b, c, d):  # type: ignore[no-untyped-def]
-    return tl.where(which < 2, tl.where(which == 0, a, b), tl.where(which == 2, c, d))
-
-
-_UNSPECIALIZED = ["layer0", "layer1", "layer2", "layer3", "last"]
-
-
-@triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=["rows"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["layer", "last"], do_not_specialize_on_alignment=["rows"])  # type: ignore[untyped-decorator]
 def _check_rows(  # type: ignore[no-untyped-def]
-    q0, k0, v0, out0, layer0,
-    q1, k1, v1, out1, layer1,
-    q2, k2, v2, out2, layer2,
-    q3, k3, v3, out3, layer3,
+    q, k, v, out, layer,
     rows, words, peaks, last,
     q_row, q_head, q_step, k_row, k_head, k_step, v_row, v_head, v_step, out_row, out_head, out_step,
     q_length: tl.constexpr, q_size: tl.constexpr, k_length: tl.constexpr, k_size: tl.constexpr,
@@ -103,13 +83,12 @@ def _check_rows(  # type: ignore[no-untyped-def]
     block: tl.constexpr, by_slot: tl.constexpr, parts: tl.constexpr, piece: tl.constexpr, sample: tl.constexpr,
     flags_bits: tl.constexpr, layers: tl.constexpr,
 ):  # fmt: skip
-    pid, which = tl.program_id(0), tl.program_id(1)
+    pid = tl.program_id(0)
     row = pid.to(tl.int64)
-    q = _one_of(which, q0, q1, q2, q3) + row * q_row
-    k = _one_of(which, k0, k1, k2, k3) + row * k_row
-    v = _one_of(which, v0, v1, v2, v3) + row * v_row
-    out = _one_of(which, out0, out1, out2, out3) + row * out_row
-    layer = _one_of(which, layer0, layer1, layer2, layer3)
+    q += row * q_row
+    k += row * k_row
+    v += row * v_row
+    out += row * out_row
     # All loads are issued at once: what decides comes no earlier than what is decided upon.
     real = tl.load(rows + row) >= 0 if by_slot else pid < tl.load(rows + last)
     before = tl.load(peaks + layer)
@@ -135,17 +114,9 @@ def _check_rows(  # type: ignore[no-untyped-def]
             tl.atomic_max(words + row, ((layers - layer) << flags_bits) | bits, sem="relaxed")
 
 
-def alike(one: Layer, other: Layer) -> bool:
-    """Whether one launch can look at both: their tensors differ in nothing but the address."""
-    return all(
-        (a is None) == (b is None)
-        and (a is None or b is None or (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype))
-        for a, b in zip(one.tensors, other.tensors, strict=True)
-    )
-
-
 def check_rows(
-    layers: Sequence[Layer],
+    tensors: Sequence[torch.Tensor | None],
+    number: int,
     count: int,
     rows: torch.Tensor,
     by_slot: bool,
@@ -154,17 +125,17 @@ def check_rows(
     *,
     full: bool = True,
 ) -> None:
-    """Look at rows 0 to `count` - 1 of up to GROUP layers that are `alike`.
+    """Look at rows 0 to `count` - 1 of the tensors of the layer with this number, from 1.
 
-    Tensors have the shape (rows, heads, size), any strides and the type float16, bfloat16 or float32. A row is real if
-    its entry in `rows` is not negative (`by_slot`: the slot mapping), or else if it is below the last entry of `rows`
-    (the query start locations). `full`: all is read, and not what PARTS and SAMPLE say. Launches one kernel on the
-    current stream and allocates nothing.
+    Tensors are None or have the shape (rows, heads, size), any strides and the type float16, bfloat16 or float32. A row
+    is real if its entry in `rows` is not negative (`by_slot`: the slot mapping), or else if it is below the last entry
+    of `rows` (the query start locations). `full`: all is read, and not what PARTS and SAMPLE say. Launches one kernel
+    on the current stream and allocates nothing.
     """
-    some = next(tensor for tensor in layers[0].tensors if tensor is not None)
+    some = next(tensor for tensor in tensors if tensor is not None)
     strides: list[int] = []
     shapes: list[int] = []
-    for tensor in layers[0].tensors:
+    for tensor in tensors:
         if tensor is None:
             strides += [0, 0, 0]
             shapes += [0, 1]
@@ -176,16 +147,13 @@ def check_rows(
             head, size = 0, length  # the row is evenly spaced
         strides += [row, head, step]
         shapes += [length, size]
-    pointers: list[torch.Tensor | int] = []
-    for layer in (list(layers) + [layers[0]] * GROUP)[:GROUP]:
-        pointers += [some if tensor is None else tensor for tensor in layer.tensors]
-        pointers.append(layer.number)
-    # About four blocks for the longest row that is read in full; eight values a thread.
-    block = min(4096, max(128, triton.next_power_of_2(-(-max(shapes[::2]) // (4 if full else 8)))))
-    _check_rows[(count, len(layers))](
-        *pointers, rows, words, peaks, rows.shape[0] - 1, *strides, *shapes,
+    # eight values a thread, and a row that is read in full in as few blocks as possible
+    block = min(4096, max(128, triton.next_power_of_2(-(-max(shapes[::2]) // (1 if full else 8)))))
+    _check_rows[(count,)](
+        *(some if tensor is None else tensor for tensor in tensors), number,
+        rows, words, peaks, rows.shape[0] - 1, *strides, *shapes,
         block, by_slot, 1 if full else PARTS, PIECE // some.element_size(), 1 if full else SAMPLE, FLAGS, LAYERS,
-        num_warps=min(8, max(1, block // 256)),
+        num_warps=max(1, block // 256),
     )  # fmt: skip
 
 

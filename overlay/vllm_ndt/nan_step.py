@@ -216,7 +216,7 @@ def watch_model(worker: Any) -> None:
         compilation.splitting_ops_contain_attention() and not compilation.use_inductor_graph_partition
     )
     rows = max(config.scheduler_config.max_num_batched_tokens, compilation.max_cudagraph_capture_size or 0)
-    guard.watch(layers, list(norms), runner.device, rows, group=apart)
+    guard.watch(layers, list(norms), runner.device, rows, beside=apart)
     for name, module in norms.items():
         module.register_forward_hook(_norm_hook(guard, name))
     _steps = _Steps(guard, runner, config.scheduler_config.max_num_seqs)

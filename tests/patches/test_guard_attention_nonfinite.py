@@ -29,7 +29,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> "Model":
     except ImportError:
         return Model(None)
     guard = nan_guard.Guard("report")
-    guard.watch([LAYER.format(at) for at in range(4)], [], torch.device("cpu"), 16, group=False)
+    guard.watch([LAYER.format(at) for at in range(4)], [], torch.device("cpu"), 16, beside=False)
     monkeypatch.setattr(nan_guard, "process_guard", lambda: guard)
     return Model(guard)
 
@@ -222,7 +222,7 @@ def test_latent_attention_is_watched_by_its_own_names(monkeypatch: pytest.Monkey
     from vllm_ndt import nan_guard
 
     guard = nan_guard.Guard("report")
-    guard.watch([LAYER.format(0)], [], torch.device("cpu"), 16, group=False)
+    guard.watch([LAYER.format(0)], [], torch.device("cpu"), 16, beside=False)
     monkeypatch.setattr(nan_guard, "process_guard", lambda: guard)
 
     def forward_impl(layer: Any, q: Any, kv_c: Any, k_pe: Any, cache: Any, metadata: Any, output: Any) -> None:
@@ -249,7 +249,7 @@ def test_latent_attention_is_watched_by_its_own_names(monkeypatch: pytest.Monkey
 def compare_kernels() -> None:
     """Compare the kernels with PyTorch on random cases and count them."""
     from vllm_ndt.nan_guard import Memory, _check, _real
-    from vllm_ndt.nan_kernel import FOUND, Layer, check_rows, collect, inject
+    from vllm_ndt.nan_kernel import FOUND, check_rows, collect, inject
     from vllm_ndt.nan_step import _collect
     from vllm_ndt.nan_words import parts, word
 
@@ -258,18 +258,18 @@ def compare_kernels() -> None:
     for dtype, size, by_slot in ((torch.float16, 64, True), (torch.bfloat16, 80, False), (torch.float32, 192, True)):
         marks = torch.tensor([5, 6, 9, 2, -1, -1]) if by_slot else torch.tensor([0, 3, 4, 4], dtype=torch.int32)
         for place, amount in itertools.product((None, 0, 1, 2, 3), (1, 3)):
-            layers = [Layer(tensors(size, dtype), 12 + at) for at in range(amount)]
+            layers = [tensors(size, dtype) for _ in range(amount)]
             for row in (2, 5):
                 if place is not None:
-                    bad = layers[-1].tensors[place]
+                    bad = layers[-1][place]
                     assert bad is not None
                     bad[row, -1, -1], bad[row, 0, 2] = (NAN, 1.0) if row == 2 else (-INF, INF)
             if place == 0:
-                layers = [Layer([layer.tensors[0], None, None, layer.tensors[3]], layer.number) for layer in layers]
+                layers = [[layer[0], None, None, layer[3]] for layer in layers]
             memory, expected = (Memory(torch.device("cpu"), 8, 20) for _ in range(2))
-            check_rows(layers, 6, marks, by_slot, memory.words, memory.peaks)
-            for layer in layers:
-                _check(layer.tensors, layer.number, _real(marks, by_slot, 6), expected)
+            for number, layer in enumerate(layers, 12):
+                check_rows(layer, number, 6, marks, by_slot, memory.words, memory.peaks)
+                _check(layer, number, _real(marks, by_slot, 6), expected)
             assert torch.equal(memory.words, expected.words)
             assert torch.equal(memory.peaks, expected.peaks)
             cases += bool(memory.words.any())
@@ -277,15 +277,15 @@ def compare_kernels() -> None:
     # in a large batch: an input that the kernel hides is found in its turn, and any where the output shows it
     for dtype in (torch.float32, torch.bfloat16):
         memory = Memory(torch.device("cpu"), 64, 20)
-        layer = Layer([torch.randn(33, 2, 80, dtype=dtype) for _ in range(4)], 3)
-        q, _, _, output = layer.tensors
+        layer = [torch.randn(33, 2, 80, dtype=dtype) for _ in range(4)]
+        q, _, _, output = layer
         assert q is not None
         assert output is not None
         q[13], q[12], q[20], output[20] = NAN, NAN, NAN, NAN
         # one value of an output in one piece of four: in row 4 and layer 3 the fourth, eighth, ... piece of 64 bytes
         piece = 64 // dtype.itemsize
         output.view(33, 160)[4, 3 * piece], output.view(33, 160)[5, 3 * piece] = INF, INF
-        check_rows([layer], 33, torch.arange(33), True, memory.words, memory.peaks, full=False)
+        check_rows(layer, 3, 33, torch.arange(33), True, memory.words, memory.peaks, full=False)
         assert {row: parts(value) for row, value in enumerate(memory.words.tolist()) if value} == {
             4: (3, 0b10000000),
             13: (3, 0b1),
@@ -294,11 +294,11 @@ def compare_kernels() -> None:
     # and of each piece of a row, one row in four
     for at in range(0, 160, 7):
         memory = Memory(torch.device("cpu"), 64, 20)
-        layer = Layer([torch.zeros(8, 2, 80) for _ in range(4)], 3)
-        output = layer.tensors[3]
+        layer = [torch.zeros(8, 2, 80) for _ in range(4)]
+        output = layer[3]
         assert output is not None
         output.view(8, 160)[:, at] = NAN
-        check_rows([layer], 8, torch.arange(8), True, memory.words, memory.peaks, full=False)
+        check_rows(layer, 3, 8, torch.arange(8), True, memory.words, memory.peaks, full=False)
         assert memory.words.count_nonzero() == 2, at
 
     for lengths, drafts in itertools.product(([1], [1, 1, 1], [3000, 1, 17]), (0, 2)):
