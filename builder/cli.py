@@ -66,6 +66,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--builder", choices=BUILDERS, help="default: the first that can build")
     top.add_argument("--base", metavar="IMAGE", help="the image to build on (default: upstream's, of VERSIONS.lock)")
+    top.add_argument("--full", action="store_true", help="install the wheel and all it needs on a plain Python image")
     commands = top.add_subparsers(dest="command", metavar="{test,verify,push,index,lock}")
     test = commands.add_parser("test", parents=parents, help="set up what the tests need, and run them")
     test.add_argument("--quick", action="store_true", help="only those that need no engine")
@@ -173,6 +174,7 @@ def _build(options: argparse.Namespace, root: Path, cache: Path, _: Path) -> int
         builder,
         options.out,
         cache,
+        wheel=written.path if options.full else None,
         offline="offline" in options,
     )
     lines.append(
@@ -200,7 +202,7 @@ def _find_builder(options: argparse.Namespace) -> tuple[str | None, str]:
                 found=_machine(),
                 do="build it there, or use --image no",
             )
-        if options.flavor == "cpu" and options.base is None:
+        if options.flavor == "cpu" and options.base is None and not options.full:
             raise ImageProblem(
                 "--image",
                 expected="--base IMAGE with stock vLLM for the CPU",
@@ -209,7 +211,7 @@ def _find_builder(options: argparse.Namespace) -> tuple[str | None, str]:
             )
         return image.find_builder(options.builder), ""
     except ImageProblem as problem:
-        if options.image == "yes" or options.builder or options.base:
+        if options.image == "yes" or options.builder or options.base or options.full:
             raise
         return None, str(problem)
 

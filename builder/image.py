@@ -4,13 +4,14 @@
 import contextlib
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from builder.bootstrap import last_line
 from builder.errors import ImageProblem
 from builder.fetch import fetch
+from builder.hashing import sha256_of
 from builder.inputs import Project
 from builder.layer import DIGEST
 from builder.lockfile import Release
@@ -42,6 +44,7 @@ _CREATE = {
     "buildah": ["buildah", "from", "--pull-never"],
     "podman": ["podman", "create", "--pull", "never"],
 }
+PLAIN = "docker.io/library/python:3.12-slim-bookworm"  # the base of an image with everything
 INSTALL = "install docker with buildx, buildah or podman, or use --image no"
 CONTEXT = ("Dockerfile", "VERSIONS.lock", "builder", "overlay", "patches", "tests/patches")
 
@@ -95,8 +98,34 @@ def _problem_with(probe: Sequence[str]) -> str:
     return f"`{' '.join(probe)}`: {last_line(done.stderr or done.stdout)}" if done.returncode else ""
 
 
-def prepare(project: Project, release: Release, flavor: str, arch: str, folder: Path, cache: Path, *, offline: bool) -> str:  # noqa: E501  # fmt: skip
-    """Make the folder that the image is built in, anew; returns the sha256 of all that it holds."""
+def python_of(builder: str, base: str) -> str:
+    """The version, such as 3.12, of the command python3 of an image, which is pulled if it is not here."""
+    code = "import sys; print('%d.%d' % sys.version_info[:2])"
+    if builder != "buildah":
+        words = [builder, "run", "--rm", "--network", "none", "--entrypoint", "python3", base, "-c", code]
+        return _run(words).split()[-1]
+    container = _run(["buildah", "from", base]).split()[-1]
+    try:
+        return _run(["buildah", "run", "--network", "none", container, "--", "python3", "-c", code]).split()[-1]
+    finally:
+        _run(["buildah", "rm", container])
+
+
+def prepare(
+    project: Project,
+    release: Release,
+    flavor: str,
+    arch: str,
+    folder: Path,
+    cache: Path,
+    more: Mapping[str, Path],
+    *,
+    offline: bool,
+) -> str:
+    """Make the folder that the image is built in, anew, with `more` files and folders by their names in it.
+
+    Returns the sha256 of all that it holds.
+    """
     pins = read_closure(project, release, flavor)
     tool = fetch(release.tool_artefact(arch), release.packages["py-spy"], cache, offline=offline)
     shutil.rmtree(folder, ignore_errors=True)
@@ -108,6 +137,8 @@ def prepare(project: Project, release: Release, flavor: str, arch: str, folder: 
         else:
             shutil.copyfile(source, folder / name)
     (folder / "pins.txt").write_text("".join(f"{pin}\n" for pin in pins), "utf-8")
+    for name, source in more.items():
+        _link(source, folder / name)
     with zipfile.ZipFile(tool) as wheel:
         script = next(name for name in wheel.namelist() if name.endswith(".data/scripts/py-spy"))
         (folder / "py-spy").write_bytes(wheel.read(script))
@@ -117,26 +148,38 @@ def prepare(project: Project, release: Release, flavor: str, arch: str, folder: 
     return _digest_of(folder)
 
 
+def _link(source: str | Path, target: str | Path) -> None:
+    """Copy a file or a folder, without copying bytes where the file system can."""
+    if Path(source).is_dir():
+        shutil.copytree(source, target, copy_function=_link)
+        return
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
 def _digest_of(folder: Path) -> str:
     total = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
-        total.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+        total.update(f"{name}\0{sha256_of(path)}\n".encode())
     return total.hexdigest()
 
 
 def build(
-    project: Project, release: Release, flavor: str, arch: str, base: Base, builder: str, folder: Path, inputs: str
+    release: Release, flavor: str, arch: str, base: Base, builder: str, folder: Path, inputs: str, *, full: bool
 ) -> Image:
     """Build the image in the folder that `prepare` made; raises ImageProblem with the builder's last words.
 
     docker keeps what it made in its cache, so it is asked twice: for the manifest's digest, then for all.
     """
     spec = describe(release, release.wheel_artefact(flavor, arch))
-    name = f"localhost/vllm-ndt:{spec.version.replace('+', '-')}"
+    name = f"localhost/vllm-ndt:{spec.version.replace('+', '-')}{'-full' if full else ''}"
     arguments = {
         "BASE_IMAGE": base.reference,
         "INPUTS": inputs,
+        "KIND": "full" if full else "layer",
         "SOURCE_DATE_EPOCH": str(release.source_date_epoch),
         "RELEASE": release.version,
         "FLAVOR": flavor,
@@ -163,14 +206,17 @@ def build(
 
 
 def command(builder: str, folder: Path, arguments: dict[str, str], epoch: int, more: Sequence[str]) -> list[str]:
-    """The builder's command line: without network, with every time in the image set to `epoch` (Unix)."""
+    """The builder's command line, with every time in the image set to `epoch` (Unix).
+
+    Without network, but for an image with everything: a base without a compiler gets one from Debian.
+    """
     words = list(_COMMANDS[builder])
     if builder == "docker":
         words += ["--provenance=false"]
         words += [] if "--output" in more else ["--output", "type=docker,rewrite-timestamp=true"]
     else:
         words += ["--timestamp", str(epoch)]
-    words += ["--network", "none", "--file", str(folder / "Dockerfile")]
+    words += ["--network", "host" if arguments.get("KIND") == "full" else "none", "--file", str(folder / "Dockerfile")]
     words += [word for key, value in arguments.items() for word in ("--build-arg", f"{key}={value}")]
     return [*words, *more, str(folder)]
 

@@ -6,10 +6,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from builder import deploy, image, provenance, sbom
+from builder import deploy, image, provenance, sbom, wheelhouse
 from builder.atomic import replacing
 from builder.closure import read_pins
 from builder.errors import InputProblem
+from builder.full import CLOSURE, WHEELS
 from builder.image import Base, Image
 from builder.inputs import Project
 from builder.lockfile import Release
@@ -43,13 +44,23 @@ def build(
     out: Path,
     cache: Path,
     *,
+    wheel: Path | None,
     offline: bool,
 ) -> Made:
-    """Build the image and write the files beside it; raises ImageProblem."""
-    base = Base(base_name, base_name.partition("@")[2]) if base_name else Base(release.image["name"], release.image["digest"])  # noqa: E501  # fmt: skip
-    folder = out / "image"
-    inputs = image.prepare(project, release, flavor, arch, folder, cache, offline=offline)
-    made = image.build(project, release, flavor, arch, base, builder, folder, inputs)
+    """Build the image and write the files beside it; raises ImageProblem or InputProblem.
+
+    With a `wheel`, it and its closure are installed on a plain Python; without, the base's own vllm is patched.
+    """
+    default = Base(image.PLAIN, "") if wheel else Base(release.image["name"], release.image["digest"])
+    base = Base(base_name, base_name.partition("@")[2]) if base_name else default
+    folder, more = out / "image", {}
+    closure = release.closure_of(flavor)
+    if wheel and closure:
+        lock = project.locks / closure.file
+        wheels = wheelhouse.gather(lock, image.python_of(builder, base.reference), arch, cache, offline=offline)
+        more = {wheel.name: wheel, CLOSURE: lock, WHEELS: wheels}
+    inputs = image.prepare(project, release, flavor, arch, folder, cache, more, offline=offline)
+    made = image.build(release, flavor, arch, base, builder, folder, inputs, full=bool(wheel))
     version = describe(release, release.wheel_artefact(flavor, arch)).version
     pins = read_pins(folder / "pins.txt")
     result = Made(made, base.reference, bool(base.digest), builder, version)

@@ -157,6 +157,12 @@ def _write(path: Path, data: bytes) -> None:
     part.replace(path)
 
 
+def leave(digest: str) -> None:
+    """Write what an image has beside vllm: the manifest's digest, and the file that turns usage statistics off."""
+    for path, text in ((DIGEST, f"sha256:{digest}\n"), (NO_STATISTICS, "")):
+        _write(Path("/", path), text.encode())
+
+
 def _problem(where: Path, expected: str, found: str) -> InputProblem:
     return InputProblem(str(where), expected=expected, found=found, do="use upstream's image of this release as base")
 
@@ -195,8 +201,7 @@ def main(arguments: list[str]) -> int:
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.status
-    for path, text in ((DIGEST, f"sha256:{digest}\n"), (NO_STATISTICS, "")):
-        _write(Path("/", path), text.encode())
+    leave(digest)
     if dropped:
         print(f"removed bytecode that was not its source's: {', '.join(dropped)}")
     print(f"vllm {build.version}, manifest sha256:{digest}, {CHANGES} names what changed")

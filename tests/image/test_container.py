@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The image as it runs: answers, health, signals, an unfriendly user and file system, and nothing that leaves."""
+"""The image as it runs: answers, health, signals, a server that hangs, an unfriendly user and file system."""
 
-import contextlib
 import json
 import re
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,81 +14,7 @@ import pytest
 
 from tests.engine.test_vision_serve import png
 from tests.image.conftest import BASE, Store
-
-# a random user id, nothing writable but /tmp, no right left: what the specs ask for, and OpenShift gives
-STRICT = (
-    "--user=1000800000:0",
-    "--read-only",
-    "--read-only-tmpfs=false",
-    "--tmpfs=/tmp:exec",
-    "--cap-drop=all",
-    "--security-opt=no-new-privileges",
-)
-START_LIMIT = 400
-FLAGS = ("--load-format", "dummy", "--enforce-eager", "--served-model-name", "tiny", "--max-num-batched-tokens", "4096")
-
-
-@dataclass
-class Container:
-    """A container of the tests' store."""
-
-    name: str
-    store: Store
-
-    def podman(self, *words: str) -> str:
-        done = self.store.run("podman", *words)
-        return done.stdout + done.stderr
-
-    def execute(self, *words: str) -> subprocess.CompletedProcess[str]:
-        return self.store.run("podman", "exec", self.name, *words, check=False)
-
-    @property
-    def log(self) -> str:
-        return self.podman("logs", self.name)
-
-    @property
-    def running(self) -> bool:
-        return "true" in self.podman("inspect", self.name, "--format", "{{.State.Running}}")
-
-    @property
-    def exit_code(self) -> int:
-        return int(self.store.run("podman", "inspect", self.name, "--format", "{{.State.ExitCode}}").stdout)
-
-    def wait_until_healthy(self) -> None:
-        end = time.monotonic() + START_LIMIT
-        while time.monotonic() < end and self.running:
-            if self.execute("vllm-ndt", "health").returncode == 0:
-                return
-            time.sleep(1)
-        pytest.fail(f"not healthy:\n{self.log[-5000:]}")
-
-    def wait_for(self, text: str) -> None:
-        end = time.monotonic() + START_LIMIT
-        while time.monotonic() < end and self.running and text not in self.log:
-            time.sleep(0.2)
-        assert text in self.log, self.log[-3000:]
-
-
-@contextlib.contextmanager
-def running(
-    store: Store, image: str, model: Path, *flags: str, options: tuple[str, ...] = (), network: str = "host"
-) -> Iterator[Container]:
-    """A container of an image with the closure and a model, until the block ends."""
-    model.chmod(0o755)  # the container's user is another one
-    words = ["podman", "run", "--detach", f"--network={network}", "--shm-size=1g", "--env=VLLM_CPU_KVCACHE_SPACE=1"]
-    words += ["--env=HF_HUB_OFFLINE=1", "--env=VLLM_HOST_IP=127.0.0.1", f"--volume={store.closure}:/closure:ro"]
-    words += [f"--volume={model}:/model:ro", *options, image, "/model", *FLAGS, *flags]
-    name = store.run(*words).stdout.split()[-1]
-    try:
-        yield Container(name, store)
-    finally:
-        store.run("podman", "rm", "--force", "--time", "0", name, check=False)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+from tests.image.containers import STRICT, Container, free_port, running
 
 
 @pytest.fixture(scope="module")
@@ -180,12 +103,9 @@ def test_caches_are_in_a_home_of_its_own(server: Container) -> None:
 
 @pytest.mark.parametrize("init", [True, False])
 def test_sigterm_ends_a_server_in_time(store: Store, built: dict[str, Any], text_model: Path, init: bool) -> None:
-    """At its first moment, while it imports, and as the first process of the container or not.
-
-    While the engine loads upstream may lose the signal, see docs/image.md.
-    """
+    """At its first moment, while it imports, while the engine loads, and as the container's first process or not."""
     flags = ("--host", "127.0.0.1", "--port", str(free_port()))
-    for moment in ("verified: manifest", "non-default args"):
+    for moment in ("verified: manifest", "non-default args", "Initializing a V1 LLM engine"):
         options = (*STRICT, "--init") if init else STRICT
         with running(store, built["name"], text_model, *flags, options=options) as container:
             container.wait_for(moment)
@@ -261,3 +181,20 @@ def test_an_edited_file_is_refused(store: Store, built: dict[str, Any], tmp_path
     done = store.run("podman", "run", "--rm", "--network=none", volume, built["name"], "/model", check=False)
     assert done.returncode == 1
     assert "vllm/envs.py: changed" in done.stderr
+
+
+# ---- a server that is not well ends ----
+
+
+def test_a_server_that_hangs_is_ended_and_started_anew(store: Store, built: dict[str, Any], text_model: Path) -> None:
+    """With the flag of the compose file; its policy then starts the container again."""
+    flags = ("--host", "127.0.0.1", "--port", str(free_port()), "--exit-when-unhealthy")
+    with running(store, built["name"], text_model, *flags, options=("--init", "--restart=on-failure:1")) as container:
+        container.wait_until_healthy()
+        time.sleep(6)  # it has asked once
+        stop = "for p in /proc/[0-9]*; do grep -q 'launch[.]py' $p/cmdline && kill -STOP ${p#/proc/}; done"
+        container.execute("sh", "-c", stop)
+        container.wait_for("not healthy, 3 times in a row")
+        container.wait_for("verified: manifest", times=2)
+        assert container.podman("inspect", container.name, "--format", "{{.RestartCount}}").split()[0] == "1"
+        container.wait_until_healthy()
