@@ -27,7 +27,7 @@ EPOCH = "1786406400"
 TOOLS = ("buildah", "podman", "runc", "mmdebstrap", "catatonit")
 # upstream's image has a compiler and headers too
 PACKAGES = "python3,python3-dev,python3-pip,ca-certificates,libnuma1,g++"
-BASE = "localhost/stock:0.27.1"
+BASE, PLAIN = "localhost/stock:0.27.1", "localhost/plain:1"
 # without systemd, and without the right to raise limits
 CONTAINERS = """\
 [containers]
@@ -37,11 +37,16 @@ runtime = "runc"
 cgroup_manager = "cgroupfs"
 events_logger = "file"
 """
-CONTAINERFILE = """\
+PLAIN_FILE = """\
 FROM scratch
 ADD debian.tar /
 ARG SOURCE_DATE_EPOCH
-RUN --mount=type=bind,target=/src rm -f /etc/apt/sources.list && \\
+RUN rm -f /etc/apt/sources.list
+"""
+CONTAINERFILE = f"""\
+FROM {PLAIN}
+ARG SOURCE_DATE_EPOCH
+RUN --mount=type=bind,target=/src \\
     python3 -m pip install --no-index --no-deps --no-cache-dir --break-system-packages --root-user-action=ignore /src/*.whl && \\
     echo /closure > /usr/local/lib/python3.11/dist-packages/closure.pth
 ENTRYPOINT ["vllm", "serve"]
@@ -115,10 +120,10 @@ def store(cache: Path, stock: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def _make_base(store: Store, folder: Path) -> None:
-    """Debian with the stock control, if it is not there yet."""
+    """PLAIN, Debian with Python, and BASE, the same with the stock control, if they are not there yet."""
     wheel = next((store.cache / "test-wheels").glob("vllm-*+cpu-*.whl"))
     mark = store.folder / "base.json"
-    wanted = {"wheel": sha256_of(wheel), "packages": PACKAGES, "containerfile": CONTAINERFILE}
+    wanted = {"wheel": sha256_of(wheel), "packages": PACKAGES, "containerfile": PLAIN_FILE + CONTAINERFILE}
     there = store.run("buildah", "images", "--quiet", BASE, check=False).returncode == 0
     if there and mark.is_file() and json.loads(mark.read_text()) == wanted:
         return
@@ -137,6 +142,8 @@ def _make_base(store: Store, folder: Path) -> None:
         subprocess.run(command, check=True, env=os.environ | {"SOURCE_DATE_EPOCH": EPOCH})
         part.replace(debian)
     shutil.copyfile(debian, folder / "debian.tar")
+    store.base(PLAIN, folder, PLAIN_FILE)
+    (folder / "debian.tar").unlink()
     shutil.copy(wheel, folder)
     store.base(BASE, folder, CONTAINERFILE)
     mark.write_text(json.dumps(wanted))
