@@ -20,6 +20,9 @@ from builder.lockfile import Release
 from builder.pipeline import build, build_stock
 from builder.uv import run_uv
 
+# as pip does by itself: an engine's processes import thousands of modules each
+_INSTALL = ("pip", "install", "--compile-bytecode", "--python")
+
 
 @dataclass(frozen=True)
 class Trees:
@@ -73,7 +76,7 @@ def _closure_site(project: Project, release: Release, cache: Path, uv: Path) -> 
             requirements = [option for lock in locks for option in ("--requirement", str(lock))]
             run_uv(
                 uv,
-                ["pip", "install", "--python", str(folder / "bin" / "python"), "--require-hashes", *requirements],
+                [*_INSTALL, str(folder / "bin" / "python"), "--require-hashes", *requirements],
                 cache / "uv",
             )
             (folder / "complete").touch()
@@ -88,7 +91,7 @@ def _install(wheel: Path, digest: str, closure: Path, cache: Path, uv: Path) -> 
             shutil.rmtree(folder, ignore_errors=True)
             run_uv(uv, ["venv", "--python", sys.executable, str(folder)])
             (_site_packages(folder) / "closure.pth").write_text(f"{closure}\n", "utf-8")
-            run_uv(uv, ["pip", "install", "--python", str(python), "--no-deps", str(wheel)], cache / "uv")
+            run_uv(uv, [*_INSTALL, str(python), "--no-deps", str(wheel)], cache / "uv")
             (folder / "complete").touch()
     return python
 
