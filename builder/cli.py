@@ -112,7 +112,7 @@ def main(arguments: Sequence[str], root: Path | None = None) -> int:
     try:
         return _run(options, root or Path(__file__).resolve().parents[1])
     except BuildError as error:
-        return _fail(options, str(error), error.status)
+        return _fail(options, str(error), error.status if error.status != 1 else _otherwise(options))
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         message = (
@@ -120,7 +120,7 @@ def main(arguments: Sequence[str], root: Path | None = None) -> int:
         )
         return _fail(options, message, _otherwise(options))
     except KeyboardInterrupt:
-        return _fail(options, "stopped", 1)
+        return _fail(options, "stopped", _otherwise(options))
     except Exception as error:
         message = f"{type(error).__name__}: {error}; this is a defect of build.py, please report it"
         return _fail(options, message, _otherwise(options))

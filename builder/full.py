@@ -6,7 +6,6 @@ headers, with which Triton and torch.compile make their launchers when the engin
 lacks them. Needs Python with pip, and the standard library.
 """
 
-import argparse
 import hashlib
 import importlib.util
 import os
@@ -55,12 +54,8 @@ def _run(words: Sequence[str], environment: dict[str, str]) -> None:
         raise InputProblem(" ".join(words[:4]), expected="it to succeed", found=said, do="correct what it says")
 
 
-def main(arguments: list[str]) -> int:
-    """Install all; prints the manifest's digest."""
-    parser = argparse.ArgumentParser(prog="builder.full")
-    for name in ("release", "flavor", "arch", "origin"):
-        parser.add_argument(f"--{name}", required=True)
-    parser.parse_args(arguments)
+def main() -> int:
+    """Install all; prints the manifest's digest. The folder says what: no argument of the Dockerfile's is needed."""
     root = Path(__file__).resolve().parents[1]
     try:
         if importlib.util.find_spec("vllm"):
@@ -80,4 +75,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

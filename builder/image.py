@@ -58,8 +58,11 @@ class Base:
 
     @property
     def reference(self) -> str:
-        """What to pull."""
-        return f"{self.name.partition('@')[0].rpartition(':')[0] or self.name}@{self.digest}" if self.digest else self.name  # noqa: E501  # fmt: skip
+        """What to pull: by digest alone where there is one, as builders refuse a tag beside it."""
+        if not self.digest:
+            return self.name
+        folder, slash, last = self.name.partition("@")[0].rpartition("/")
+        return f"{folder}{slash}{last.partition(':')[0]}@{self.digest}"
 
 
 @dataclass(frozen=True)
@@ -99,8 +102,8 @@ def _problem_with(probe: Sequence[str]) -> str:
 
 
 def python_of(builder: str, base: str) -> str:
-    """The version, such as 3.12, of the command python3 of an image, which is pulled if it is not here."""
-    code = "import sys; print('%d.%d' % sys.version_info[:2])"
+    """The version, such as 3.12.7, of the command python3 of an image, which is pulled if it is not here."""
+    code = "import platform; print(platform.python_version())"
     if builder != "buildah":
         words = [builder, "run", "--rm", "--network", "none", "--entrypoint", "python3", base, "-c", code]
         return _run(words).split()[-1]
@@ -191,17 +194,20 @@ def build(
         "BASE_NAME": base.name.partition("@")[0],
     }
     epoch = release.source_date_epoch
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         if builder == "docker":
+            if not base.digest and _problem_with(["docker", "image", "inspect", base.reference]):
+                _run(["docker", "pull", base.reference])  # what buildx pulls cannot be asked for its digest
             _run(command(builder, folder, arguments, epoch, ["--target", "digest", "--output", f"type=local,dest={scratch}"]))  # noqa: E501  # fmt: skip
             manifest = Path(scratch, DIGEST.name).read_text("utf-8").strip()
             base_digest = base.digest or _image_digest(builder, base.reference)
             labels = {"MANIFEST": manifest, "BASE_DIGEST": base_digest}
             _run(command(builder, folder, arguments | labels, epoch, ["--tag", name]))
         else:
-            _run(command(builder, folder, arguments, epoch, ["--tag", name]))
+            part = f"{name}.part"  # the name stays what it was until all is done
+            _run(command(builder, folder, arguments, epoch, ["--tag", part]))
             base_digest = base.digest or _image_digest(builder, base.reference)
-            manifest = _finish(builder, name, base_digest, Path(scratch, "image"))
+            manifest = _finish(builder, part, name, base_digest, Path(scratch, "image"))
     return Image(name, _image_digest(builder, name), manifest, base_digest)
 
 
@@ -289,14 +295,19 @@ def _export(container: str, folder: Path) -> None:
 
 
 def push(builder: str, image: Image, target: str, *, insecure: bool) -> str:
-    """Push an image to REGISTRY/NAME, with its version as tag; returns the digest that it has there."""
+    """Push an image to REGISTRY/NAME, with its version as tag; returns the digest that it has there.
+
+    Raises ImageProblem if the name is another image's by now.
+    """
+    if (found := _image_digest(builder, image.name)) != image.digest:
+        raise ImageProblem(image.name, expected=f"{image.digest}, as it was built", found=found, do="build it again")
     tagged = f"{target}:{image.name.rpartition(':')[2]}"
     if builder == "docker":
         _run(["docker", "tag", image.name, tagged])
-        found = re.findall(r"digest: (sha256:[0-9a-f]{64})", _run(["docker", "push", tagged]))
-        if not found:
+        said = re.findall(r"digest: (sha256:[0-9a-f]{64})", _run(["docker", "push", tagged]))
+        if not said:
             raise ImageProblem("docker push", expected="a digest", found="none", do="see `docker push`")
-        return str(found[-1])
+        return str(said[-1])
     with tempfile.TemporaryDirectory() as scratch:
         digest = Path(scratch, "digest")
         tls = [f"--tls-verify={str(not insecure).lower()}"]
@@ -304,14 +315,13 @@ def push(builder: str, image: Image, target: str, *, insecure: bool) -> str:
         return digest.read_text("utf-8").strip()
 
 
-def _finish(builder: str, name: str, base_digest: str, folder: Path) -> str:
-    """Complete the configuration of an image that buildah or podman built, by way of an empty folder.
+def _finish(builder: str, part: str, name: str, base_digest: str, folder: Path) -> str:
+    """Complete the image `part` that buildah or podman built, by way of an empty folder; it is `name` then.
 
     What is only known now becomes labels; what differs from build to build goes: the names of the container it was made
     in, and of the image before it. Returns the manifest's digest that the image's layer has.
     """
-    before = _inspect(builder, name)
-    _run([builder, "push", name, f"dir:{folder}"])
+    _run([builder, "push", part, f"dir:{folder}"])
     path = folder / "manifest.json"
     document = json.loads(path.read_text("utf-8"))
     manifest = _read_digest([folder / layer["digest"].removeprefix("sha256:") for layer in document["layers"]])
@@ -333,7 +343,7 @@ def _finish(builder: str, name: str, base_digest: str, folder: Path) -> str:
     path.write_text(json.dumps(document, separators=(",", ":"), sort_keys=True), "utf-8")
     _run([builder, "pull", f"dir:{folder}"])
     _run([builder, "tag", found, name])
-    _run([builder, "rmi", before.get("FromImageID") or before["Id"]])
+    _run([builder, "rmi", part])
     return manifest
 
 

@@ -55,7 +55,7 @@ def build(
     base = Base(base_name, base_name.partition("@")[2]) if base_name else default
     folder, more = out / "image", {}
     closure = release.closure_of(flavor)
-    if wheel and closure:
+    if wheel and closure:  # which pipeline.build found to be there
         lock = project.locks / closure.file
         wheels = wheelhouse.gather(lock, image.python_of(builder, base.reference), arch, cache, offline=offline)
         more = {wheel.name: wheel, CLOSURE: lock, WHEELS: wheels}
@@ -76,7 +76,7 @@ def build(
         pins=pins,
         py_spy=release.packages["py-spy"],
     )
-    statement = provenance.statement(made, base, release, flavor, arch, inputs, builder)
+    statement = provenance.statement(made, base, release, flavor, arch, inputs, builder, wheel)
     _write(out / f"{_stem(version)}.cdx.json", bill)
     _write(out / f"{_stem(version)}.intoto.json", statement)
     _write(out / RECORD, (json.dumps(result.as_dict(), indent=1) + "\n").encode())

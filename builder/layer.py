@@ -25,7 +25,7 @@ from builder.inputs import Project, check_series, read_inputs
 
 DIGEST = Path("usr/share/vllm-ndt/manifest.digest")
 NO_STATISTICS = Path("etc/vllm/do_not_track")
-_CODE = (".py", ".so", ".pyd")
+_CODE = (".py", ".pyc", ".so", ".pyd")
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _differences(base: Base) -> Iterator[str]:
     for root, folders, names in os.walk(base.site / "vllm"):
         prefix = Path(root).relative_to(base.site).as_posix()
         yield from (f"{prefix}/{name}: a link" for name in folders if Path(root, name).is_symlink())
-        for name in names:
+        for name in names if not prefix.endswith("/__pycache__") else ():
             if name.endswith(_CODE) and f"{prefix}/{name}" not in base.recorded:
                 yield f"{prefix}/{name}: added"
 

@@ -2,8 +2,10 @@
 """Says in in-toto's form (Statement v1, SLSA provenance v1) what an image was made of; without a clock, unsigned."""
 
 import json
+from pathlib import Path
 from typing import Any
 
+from builder.hashing import sha256_of
 from builder.image import Base, Image
 from builder.lockfile import Release
 
@@ -12,13 +14,25 @@ _PREDICATE = "https://slsa.dev/provenance/v1"
 BUILD_TYPE = "vllm-ndt/image/v1"
 
 
-def statement(image: Image, base: Base, release: Release, flavor: str, arch: str, inputs: str, builder: str) -> bytes:
-    """The statement about an image; `inputs` is the sha256 of the folder that it was built in."""
+def statement(
+    image: Image,
+    base: Base,
+    release: Release,
+    flavor: str,
+    arch: str,
+    inputs: str,
+    builder: str,
+    wheel: Path | None,
+) -> bytes:
+    """The statement about an image; `inputs` is the sha256 of the folder that it was built in, `wheel` what was
+    installed on a plain Python, if it was."""
     materials: list[dict[str, Any]] = [
         {"uri": f"oci:{base.name.partition('@')[0]}", "digest": _digest(image.base)},
         {"name": "build folder", "digest": {"sha256": inputs}},
         *({"name": f"patches/{release.version}/{row.file}", "digest": {"sha256": row.sha256}} for row in release.patch),
     ]
+    if wheel:
+        materials.append({"name": wheel.name, "digest": {"sha256": sha256_of(wheel)}})
     tool = release.tool_artefact(arch)
     materials.append({"uri": f"pkg:pypi/{tool.project}", "name": tool.file, "digest": {"sha256": tool.sha256}})
     document = {
@@ -34,6 +48,7 @@ def statement(image: Image, base: Base, release: Release, flavor: str, arch: str
                     "flavor": flavor,
                     "arch": arch,
                     "base": base.name,
+                    "full": wheel is not None,
                 },
                 "internalParameters": {"SOURCE_DATE_EPOCH": release.source_date_epoch, "manifest": image.manifest},
                 "resolvedDependencies": materials,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes a simple index (PEP 503 and 658) of built wheels: a folder that any static server can serve."""
 
+import email
 import html
 import os
 import shutil
@@ -20,20 +21,24 @@ _PAGE = '<!DOCTYPE html>\n<html><head><meta name="pypi:repository-version" conte
 def write(wheels: Path, folder: Path) -> list[str]:
     """Make `folder`/vllm/ with the wheels of a folder, their metadata and a page; returns the wheels' names.
 
-    Wheels are linked where the file system allows it, and copied elsewhere. Those that are there already stay.
+    Wheels are linked where the file system allows it, and copied elsewhere. Those that are there already stay. Those of
+    the CPU flavor are left out: installers would prefer them. Raises InputProblem for a wheel that cannot be read, and
+    for other bytes under a name that is there; then nothing was changed.
     """
-    found = sorted(wheels.glob("vllm-*+ndt.*.whl"))
+    found = [path for path in sorted(wheels.glob("vllm-*+ndt.*.whl")) if ".cpu-" not in path.name]
     if not found:
         raise InputProblem(str(wheels), expected="wheels of a build", found="none", do="run `python build.py` first")
     project = folder / "vllm"
-    project.mkdir(parents=True, exist_ok=True)
+    metadata = {wheel: _metadata(wheel) for wheel in found}
     for wheel in found:
-        target = project / wheel.name
-        if not target.exists() or sha256_of(target) != sha256_of(wheel):
-            _link(wheel, target)
-        version = parse_wheel_filename(wheel.name)[1]
-        with zipfile.ZipFile(wheel) as archive, replacing(project / f"{wheel.name}.metadata") as file:
-            file.write(archive.read(f"vllm-{version}.dist-info/METADATA"))
+        if (project / wheel.name).exists() and sha256_of(project / wheel.name) != sha256_of(wheel):
+            raise InputProblem(str(project / wheel.name), expected="the same wheel, as it was published", found="other bytes", do="build with a new label, or another folder")  # noqa: E501  # fmt: skip
+    project.mkdir(parents=True, exist_ok=True)
+    for wheel, data in metadata.items():
+        with replacing(project / f"{wheel.name}.metadata") as file:
+            file.write(data)
+        if not (project / wheel.name).exists():
+            _link(wheel, project / wheel.name)
     lines = [_line(path) for path in sorted(project.glob("*.whl"))]
     for path, text in ((project, "\n".join(lines)), (folder, '<a href="vllm/">vllm</a>')):
         with replacing(path / "index.html") as file:
@@ -41,10 +46,21 @@ def write(wheels: Path, folder: Path) -> list[str]:
     return [wheel.name for wheel in found]
 
 
+def _metadata(wheel: Path) -> bytes:
+    version = parse_wheel_filename(wheel.name)[1]
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            return archive.read(f"vllm-{version}.dist-info/METADATA")
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise InputProblem(str(wheel), expected="a wheel of a build", found=str(error), do="build it again") from None
+
+
 def _line(wheel: Path) -> str:
-    metadata = f"sha256={sha256_of(wheel.with_name(f'{wheel.name}.metadata'))}"
+    beside = wheel.with_name(f"{wheel.name}.metadata")
+    metadata = f"sha256={sha256_of(beside)}"
+    python = email.message_from_bytes(beside.read_bytes())["Requires-Python"] or ""
     return (
-        f'<a href="{quote(wheel.name)}#sha256={sha256_of(wheel)}" data-requires-python="&gt;=3.10" '
+        f'<a href="{quote(wheel.name)}#sha256={sha256_of(wheel)}" data-requires-python="{html.escape(python)}" '
         f'data-core-metadata="{metadata}" data-dist-info-metadata="{metadata}">{html.escape(wheel.name)}</a><br>'
     )
 

@@ -45,4 +45,5 @@ def _sites(root: Path) -> list[Path]:
     found = [
         site for place in _PLACES for site in root.glob(f"{place}/python3*/*-packages") if (site / "vllm").is_dir()
     ]
-    return sorted({site.resolve() for site in found})
+    # a link that is absolute leads to this machine's files
+    return sorted({site.resolve() for site in found if site.resolve().is_relative_to(root.resolve())})

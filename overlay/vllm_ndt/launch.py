@@ -25,6 +25,7 @@ if __name__ == "__main__":
     del sys.path[0]  # the folder of this file
     sys.argv[0] = "vllm"
     end_on_sigterm()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # blocked by vllm_ndt.serve until here
     from vllm.entrypoints.cli.main import main
 
     try:

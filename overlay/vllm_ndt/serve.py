@@ -5,6 +5,7 @@ An installation without the patches has no such command, so a specification that
 """
 
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import MutableMapping, Sequence
@@ -64,4 +65,5 @@ def serve(
 
 
 def _become(arguments: Sequence[str]) -> NoReturn:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # it waits until launch handles it
     os.execv(sys.executable, [sys.executable, str(launch.__file__), "serve", *arguments])  # noqa: S606

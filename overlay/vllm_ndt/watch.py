@@ -5,6 +5,7 @@ Docker and compose call such a container unhealthy and let it run. A process bes
 that fails, it ends the server with SIGTERM, and if need be with SIGKILL.
 """
 
+import contextlib
 import os
 import select
 import signal
@@ -40,7 +41,8 @@ def _watch(server: int, where: health.Address) -> None:
         if failures < FAILURES and (well or time.monotonic() - began < START):
             continue
         what = f"{failures} times in a row" if well else f"not once in {START:.0f} s"
-        print(f"vllm-ndt: not healthy, {what} ({problem}): ending the server", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # nobody may read the log any more
+            print(f"vllm-ndt: not healthy, {what} ({problem}): ending the server", file=sys.stderr, flush=True)
         for number in (signal.SIGTERM, signal.SIGKILL):
             try:
                 signal.pidfd_send_signal(server, number)

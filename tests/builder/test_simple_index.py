@@ -53,6 +53,30 @@ def test_again_changes_nothing_and_keeps_what_is_there(folder: Path, built: Toy)
     assert (folder / "vllm" / "index.html").read_text() == page
 
 
+def test_what_would_harm_an_index_is_refused(folder: Path, built: Toy, tmp_path: Path) -> None:
+    """Other bytes under a published name, and a damaged wheel; nothing changes then."""
+    before = {path: path.read_bytes() for path in (folder / "vllm").iterdir()}
+    data = (built.dist / BUILT).read_bytes()
+    wheel = tmp_path / BUILT
+    for bad, words in (
+        (data[:-30], "expected a wheel of a build"),
+        (data + b" ", "expected the same wheel, as it was"),
+    ):
+        wheel.write_bytes(bad)
+        done = built.run("index", str(folder), "--out", str(tmp_path))
+        assert done.returncode == 3
+        assert words in done.stderr
+        assert {path: path.read_bytes() for path in (folder / "vllm").iterdir()} == before
+
+
+def test_a_wheel_for_the_cpu_is_left_out(built: Toy, tmp_path: Path) -> None:
+    """Installers take +ndt.1.cpu for newer than +ndt.1."""
+    for name in (BUILT, BUILT.replace("+ndt.1-", "+ndt.1.cpu-")):
+        (tmp_path / name).write_bytes((built.dist / BUILT).read_bytes())
+    assert built.run("index", str(tmp_path / "i"), "--out", str(tmp_path)).returncode == 0
+    assert "cpu" not in (tmp_path / "i" / "vllm" / "index.html").read_text()
+
+
 @pytest.mark.parametrize("tool", ["pip", "uv"])
 def test_pip_and_uv_take_the_wheel_from_it(address: str, built: Toy, uv: str, tmp_path: Path, tool: str) -> None:
     target = tmp_path / "site"

@@ -33,7 +33,7 @@ def lock(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheels(store: Store, lock: Path) -> Path:
-    return wheelhouse.gather(lock, "3.11", platform.machine(), store.cache, offline=False)
+    return wheelhouse.gather(lock, "3.11.2", platform.machine(), store.cache, offline=False)
 
 
 def build(store: Store, release: Release, folder: Path, base: str, more: dict[str, Path]) -> image.Image:
@@ -58,23 +58,39 @@ def test_wheels_are_fetched_by_their_hashes_and_kept(lock: Path, wheels: Path, s
     assert found.keys() == set(SOME)
     assert all(sha256_of(path) in lock.read_text() for path in found.values())
     assert "cp311" in found["msgspec"].name
-    assert wheelhouse.gather(lock, "3.11", platform.machine(), store.cache, offline=True) == wheels
+    assert wheelhouse.gather(lock, "3.11.2", platform.machine(), store.cache, offline=True) == wheels
+
+
+def test_markers_are_judged_for_the_images_python() -> None:
+    text = "a==1 ; python_full_version >= '3.12' \\\n    --hash=sha256:00\nb==2 \\\n    --hash=sha256:11\n"
+    new, old = (wheelhouse.requirements_for(text, python, "x86_64") for python in ("3.12.1", "3.11.9"))
+    assert new == "a==1 \\\n    --hash=sha256:00\nb==2 \\\n    --hash=sha256:11\n"
+    assert old == "b==2 \\\n    --hash=sha256:11\n"
+    whole = (ROOT / "locks" / "0.27.1-cuda.txt").read_text()
+    rows = {
+        python: re.findall("^([^ =]+)==", wheelhouse.requirements_for(whole, python, "x86_64"), re.MULTILINE)
+        for python in ("3.11.2", "3.12.0")
+    }
+    assert all(len(names) == len(set(names)) > 100 for names in rows.values())
+    assert "six" in rows["3.12.0"]
 
 
 def test_wheels_that_cannot_be_had_are_said(lock: Path, tmp_path: Path) -> None:
     with pytest.raises(InputProblem, match=r"some\.txt: expected its wheels in .*, found none; run once without --off"):
-        wheelhouse.gather(lock, "3.12", platform.machine(), tmp_path, offline=True)
+        wheelhouse.gather(lock, "3.12.0", platform.machine(), tmp_path, offline=True)
     other = tmp_path / "other.txt"
     other.write_text(re.sub("sha256:[0-9a-f]{60}", "sha256:" + "0" * 60, lock.read_text()))
-    with pytest.raises(InputProblem, match=r"other\.txt: expected pip to download its wheels for Python 3\.11, found"):
-        wheelhouse.gather(other, "3.11", platform.machine(), tmp_path, offline=False)
+    with pytest.raises(
+        InputProblem, match=r"other\.txt: expected pip to download its wheels for Python 3\.11\.2, found"
+    ):
+        wheelhouse.gather(other, "3.11.2", platform.machine(), tmp_path, offline=False)
     assert not list((tmp_path / "wheelhouses").glob("*/*"))
 
 
 def test_the_python_of_an_image_is_asked(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in store.environment.items():
         monkeypatch.setenv(key, value)
-    assert [image.python_of(builder, PLAIN) for builder in ("buildah", "podman")] == ["3.11", "3.11"]
+    assert [image.python_of(builder, PLAIN) for builder in ("buildah", "podman")] == ["3.11.2", "3.11.2"]
 
 
 def test_it_holds_the_wheel_and_the_closure(store: Store, made: image.Image, release: Release) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from builder import image
+from builder import image, verifyimage
 from builder.lockfile import Release
 from tests.image.conftest import BASE, EPOCH, ROOT, Store
 
@@ -170,6 +170,7 @@ BAD_BASES = {
     "another file": (f"RUN echo '# mine' >> {SITE}/vllm/sampling_params.py", "vllm/sampling_params.py: changed"),
     "a file less": (f"RUN rm {SITE}/vllm/sampling_params.py", "vllm/sampling_params.py: missing"),
     "a file more": (f"RUN touch {SITE}/vllm/sitecustomize.py", "vllm/sitecustomize.py: added"),
+    "bytecode without a source": (f"RUN touch {SITE}/vllm/more.pyc", "vllm/more.pyc: added"),
     "a hash in RECORD too": (
         f"RUN cd {SITE} && echo '# mine' >> vllm/envs.py && "
         'python3 -c \'import base64,hashlib,re;p="vllm-0.27.1+cpu.dist-info/RECORD";d=open("vllm/envs.py","rb").read();'
@@ -275,6 +276,11 @@ def test_push_by_digest_and_pull_what_the_specs_name(
         str(store.cache),
         "--json",
     ]
+    other = store.run(*command, "--insecure", check=False)
+    assert other.returncode == 5
+    assert f"{name}: expected {built['digest']}, as it was built, found sha256:" in other.stderr
+    found = store.run("podman", "image", "inspect", name, "--format", "{{.Digest}}").stdout.strip()
+    (out / "image.json").write_text(json.dumps(record | {"digest": found}))
     refused = store.run(*command, check=False)
     assert refused.returncode == 5
     assert "HTTP response to HTTPS client" in refused.stderr
@@ -359,8 +365,32 @@ def test_a_docker_without_daemon_is_passed_over(monkeypatch: pytest.MonkeyPatch,
         image.find_builder("docker")
 
 
-def test_the_dockerfile_passes_a_linter(tmp_path: Path) -> None:
-    """No frontend is fetched, nothing is downloaded, no step that buildah 1.28 refuses."""
+def test_the_dockerfile_fetches_nothing() -> None:
+    """No frontend, no file, no step that buildah 1.28 refuses."""
     text = (ROOT / "Dockerfile").read_text()
     assert "# syntax=" not in text.replace("No `# syntax=`", "")
     assert not re.search(r"<<|--link|RUN --network|https?://|apt-get|pip install", text)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("localhost:5000/vllm@sha256:aa", "localhost:5000/vllm@sha256:aa"),
+        ("registry.example.com/a/b:1@sha256:aa", "registry.example.com/a/b@sha256:aa"),
+        ("a/b:1", "a/b:1"),
+        ("localhost:5000/b", "localhost:5000/b"),
+    ],
+)
+def test_a_base_is_pulled_by_its_digest(name: str, wanted: str) -> None:
+    assert image.Base(name, name.partition("@")[2]).reference == wanted
+
+
+def test_links_out_of_an_image_are_not_followed(tmp_path: Path) -> None:
+    """An image must not be judged by this machine's files."""
+    for place in ("outside/vllm", "root/usr/lib/python3.11/site-packages/vllm", "root/usr/lib/python3.12"):
+        (tmp_path / place).mkdir(parents=True)
+    (tmp_path / "root/usr/lib/python3.12/dist-packages").symlink_to(tmp_path / "outside")
+    root = tmp_path / "root"
+    assert [path.relative_to(root).as_posix() for path in verifyimage._sites(root)] == [
+        "usr/lib/python3.11/site-packages"
+    ]
