@@ -221,6 +221,15 @@ def test_a_server_that_is_never_well_is_ended_late() -> None:
     assert "not healthy, not once in 2 s" in run.stderr.read()
 
 
+def test_it_is_ended_though_nobody_reads_the_log() -> None:
+    with listening(socket.AF_INET, ("127.0.0.1", 0)) as (_, port):
+        run = watched(port, 1800)
+        assert run.stderr
+        run.stderr.close()
+        time.sleep(1)
+    assert run.wait(20) == -signal.SIGTERM
+
+
 def test_what_watches_ends_with_the_server() -> None:
     with listening(socket.AF_INET, ("127.0.0.1", 0)) as (_, port):
         run = watched(port, 1800)
