@@ -329,8 +329,8 @@ def _finish(builder: str, part: str, name: str, base_digest: str, folder: Path) 
     config = json.loads(old.read_text("utf-8"))
     for key in ("container", "parent"):
         config.pop(key, None)
-    for part in ("config", "container_config"):
-        config.get(part, {}).pop("Hostname", None)
+    for section in ("config", "container_config"):
+        config.get(section, {}).pop("Hostname", None)
     for step in config["history"]:
         step.pop("comment", None)
     config["config"]["Labels"] |= {LABELS["MANIFEST"]: manifest, LABELS["BASE_DIGEST"]: base_digest}
