@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that appear under their name only when they are whole, and locks between processes."""
+"""Files that appear under their name only when they are whole, second names for files, and locks between processes."""
 
 import contextlib
 import fcntl
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -62,3 +63,11 @@ def _umask() -> int:
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
+
+
+def link(source: str | Path, target: str | Path) -> None:
+    """Give a file a second name, or copy it where the file system has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

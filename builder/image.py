@@ -4,7 +4,6 @@
 import contextlib
 import hashlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from builder.atomic import link
 from builder.bootstrap import last_line
 from builder.errors import ImageProblem
 from builder.fetch import fetch
@@ -141,7 +141,10 @@ def prepare(
             shutil.copyfile(source, folder / name)
     (folder / "pins.txt").write_text("".join(f"{pin}\n" for pin in pins), "utf-8")
     for name, source in more.items():
-        _link(source, folder / name)
+        if source.is_dir():
+            shutil.copytree(source, folder / name, copy_function=link)
+        else:
+            link(source, folder / name)
     with zipfile.ZipFile(tool) as wheel:
         script = next(name for name in wheel.namelist() if name.endswith(".data/scripts/py-spy"))
         (folder / "py-spy").write_bytes(wheel.read(script))
@@ -149,17 +152,6 @@ def prepare(
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
     return _digest_of(folder)
-
-
-def _link(source: str | Path, target: str | Path) -> None:
-    """Copy a file or a folder, without copying bytes where the file system can."""
-    if Path(source).is_dir():
-        shutil.copytree(source, target, copy_function=_link)
-        return
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
 
 
 def _digest_of(folder: Path) -> str:

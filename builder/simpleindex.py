@@ -3,15 +3,13 @@
 
 import email
 import html
-import os
-import shutil
 import zipfile
 from pathlib import Path
 from urllib.parse import quote
 
 from packaging.utils import parse_wheel_filename
 
-from builder.atomic import replacing
+from builder.atomic import link, replacing
 from builder.errors import InputProblem
 from builder.hashing import sha256_of
 
@@ -68,8 +66,5 @@ def _line(wheel: Path) -> str:
 def _link(wheel: Path, target: Path) -> None:
     part = target.with_name(f".{target.name}.part")
     part.unlink(missing_ok=True)
-    try:
-        os.link(wheel, part)
-    except OSError:
-        shutil.copyfile(wheel, part)
+    link(wheel, part)
     part.replace(target)
