@@ -54,7 +54,7 @@ def png(width: int, height: int, shade: int) -> str:
     return "data:image/png;base64," + base64.b64encode(data).decode()
 
 
-def ask(client: openai.OpenAI, shades: list[int], **more: float) -> str:
+def ask(client: openai.OpenAI, shades: list[int], **more: object) -> str:
     """A chat with one picture of 1,000 embeddings (1280 x 800) for each shade."""
     pictures = [{"type": "image_url", "image_url": {"url": png(1280, 800, shade)}} for shade in shades]
     messages = [{"role": "user", "content": [*pictures, {"type": "text", "text": "what is this?"}]}]
@@ -75,6 +75,12 @@ def test_four_images_pass_and_the_fifth_is_refused_at_once(client: openai.OpenAI
         ask(client, [1, 2, 3, 4, 5])
     assert refused.value.status_code == 400
     assert "4 image" in str(refused.value)
+
+
+def test_a_request_that_is_refused_costs_no_later_one_its_image(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="logit_bias"):
+        ask(client, [5], logit_bias={"99999999": 1})
+    assert ask(client, [5]) == "length"
 
 
 def test_many_requests_with_images_end_with_clients_giving_up_among_them(server: Server, client: openai.OpenAI) -> None:

@@ -3,7 +3,7 @@
 
     python check_nan_guard.py [--stock SITE] [NAME ...]
 
-Without names all parts, each in a process of its own and all at the same time, in 2 to 4 minutes:
+Without names all parts, each in a process of its own and all at the same time, in 4 to 9 minutes:
 `kernel` compares the Triton kernels with PyTorch, under graph replay too. `v2` and `v1` run a dense model on both model
 runners: nothing for a clean run nor for bad padding rows; a fault that is injected while only graphs are replayed is
 named exactly, with its request; so is a weight that goes bad. `abort` ends the request that was hit and leaves the
@@ -617,7 +617,7 @@ def run_apart(name: str, stock: str | None) -> dict[str, Any]:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=300,
+            timeout=570,
         )
         text = done.stdout
     except subprocess.TimeoutExpired as error:
