@@ -6,15 +6,18 @@ The engines of `nan-check` run in processes of their own.
 
 import argparse
 import contextlib
+import errno
 import json
 import os
+import shutil
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
-from vllm_ndt import health, nan_check, serve, verify
+from vllm_ndt import doctor_cli, health, nan_check, serve, verify
 
 SERVE = "serve"
 HEALTH = "health"
@@ -26,6 +29,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose usage errors exit with 3: 2 says that the patches are gone, but of nan-check that it could not."""
 
     def error(self, message: str) -> NoReturn:
+        _open_closed()
         status = nan_check.CANNOT if self.prog.endswith(f" {NAN_CHECK}") else verify.STATUS[verify.UNKNOWN]
         self.exit(status, f"error: {message} (see {self.prog} --help)\n")
 
@@ -61,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--json", action="store_true", help="print one JSON object")
     _add_nan_check(commands)
+    doctor_cli.add_doctor(commands)
     return top
 
 
@@ -95,23 +100,44 @@ def _add_nan_check(commands: "argparse._SubParsersAction[_Parser]") -> None:
         epilog="exit statuses: 0 clean, 1 NaN or Inf found, or a run that does not repeat, 2 could not run",
     )
     command.set_defaults(parser=command)
-    command.add_argument("--model", required=True, metavar="PATH", help="the model's folder, or its name")
-    command.add_argument("--prompts", metavar="FILE", help="UTF-8 text, a prompt a line, in place of the check's own")
-    command.add_argument("--json", metavar="FILE", help="write the report as one JSON object, too")
+    command.add_argument("--model", required=True, type=_filled, metavar="PATH", help="the model's folder, or its name")
+    command.add_argument(
+        "--prompts", type=_filled, metavar="FILE", help="UTF-8 text, a prompt a line, in place of the check's own"
+    )
+    command.add_argument(
+        "--json",
+        type=_filled,
+        metavar="FILE",
+        help="write the report as one JSON object, too, at the end; until then FILE stays as it is",
+    )
     command.add_argument(
         "--matrix", action="store_true", help="again, with CUDA graphs, plain attention and float32, and compare"
     )
     command.add_argument(
-        "--reference-model", metavar="PATH", help="for --matrix: the same model with weights that are not quantised"
+        "--reference-model",
+        type=_filled,
+        metavar="PATH",
+        help="for --matrix: the same model with weights that are not quantised",
     )
-    command.add_argument("--dtype", choices=nan_check.DTYPES, default=nan_check.DTYPES[0])
+    command.add_argument(
+        "--dtype",
+        choices=nan_check.DTYPES,
+        default=nan_check.DTYPES[0],
+        help="what the model is run in, whatever its config says (default: %(default)s)",
+    )
     command.add_argument(
         "--load-format",
         choices=nan_check.LOAD_FORMATS,
         default=nan_check.LOAD_FORMATS[0],
         help="dummy: no weights are read, small random ones are made",
     )
-    command.add_argument("--attention-backend", metavar="NAME", help="as of vllm serve")
+    command.add_argument("--attention-backend", type=_filled, metavar="NAME", help="as of vllm serve")
+
+
+def _filled(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("expected a value, found an empty one; fill it in, or leave the argument out")
+    return text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -122,6 +148,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _serve(options, rest)
     if options.command == BUDGET:
         return _encoder_budget(options, rest)
+    if options.command == doctor_cli.NAME:
+        return doctor_cli.run_doctor(options, rest)
     if rest:
         getattr(options, "parser", top).error(f"unrecognized arguments: {' '.join(rest)}")
     if options.command == NAN_CHECK:
@@ -183,35 +211,141 @@ def _nan_check(given: argparse.Namespace) -> int:
         load_format=given.load_format,
         backend=given.attention_backend,
     )
+    _open_closed()
+    written = "nothing"
     try:
-        if given.json is not None:
-            _write(given.json)  # fails now rather than after minutes of work
-        if given.prompts is not None:
-            options = replace(options, prompts=nan_check.read_prompts(given.prompts))
-        report = nan_check.check(options, os.environ, _progress)
-        if given.json is not None:
-            _write(given.json, json.dumps(report.as_dict(), indent=1))
-    except nan_check.CannotRun as error:
-        if given.json is not None:
-            with contextlib.suppress(nan_check.CannotRun):
-                _write(given.json, json.dumps(nan_check.failed(options, str(error)), indent=1))
-        print(f"error: {error}", file=sys.stderr)
+        with _interruptible():
+            if given.json is not None:
+                _look_at_place(given.json)  # now rather than after minutes of work
+            problem, report = "", None
+            try:
+                if given.prompts is not None:
+                    options = replace(options, prompts=nan_check.read_prompts(given.prompts))
+                report = nan_check.check(options, os.environ, _progress)
+                made, text = report.as_dict(), report.text(nan_check.width())
+            except Exception as error:  # Python would exit with 1, and that says found
+                problem = _problem(error)
+                made, text = nan_check.failed(options, problem), ""
+            if given.json is not None:
+                try:
+                    _write(given.json, json.dumps(made, indent=1))
+                    written = given.json
+                except nan_check.CannotRun as error:
+                    problem = problem or str(error)
+            if text:
+                problem = _print(text, sys.stdout) or problem
+    except _Interrupted as stop:
+        problem, report = f"interrupted by {stop}; {written} was written", None
+    except Exception as error:
+        problem, report = _problem(error), None
+    if problem or report is None:
+        _print(f"error: {problem}", sys.stderr)
         return nan_check.CANNOT
-    print(report.text(nan_check.width()))
     return report.status
 
 
-def _write(path: str, text: str | None = None) -> None:
-    """Write a report to a file; without one, only make sure that it can be written, and leave what it holds."""
+class _Interrupted(BaseException):
+    """A signal asks to end; the message is its name."""
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Raise _Interrupted for a signal that asks to end, but for one that is ignored, as by nohup.
+
+    It comes once, so that nothing stops the cleaning up.
+    """
+    numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
+
+    def stop(number: int, _: object) -> NoReturn:
+        for one in before:
+            signal.signal(one, signal.SIG_IGN)
+        raise _Interrupted(signal.Signals(number).name)
+
     try:
-        if text is None:
-            Path(path).open("ab").close()
-        else:
-            Path(path).write_text(text + "\n", encoding="utf-8")
+        for number in before:
+            signal.signal(number, stop)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _problem(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, nan_check.CannotRun) else f"{type(error).__name__}: {text}"
+
+
+def _open_closed() -> None:
+    """Python has no object for a stream that the caller closed, and its number would go to the next file."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+
+
+def _print(text: str, stream: TextIO) -> str:
+    """Print to a stream; gives why that failed, or "", also where nobody reads it."""
+    encoding = stream.encoding or "ascii"
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+        return ""
     except OSError as error:
-        raise nan_check.CannotRun(
-            f"expected a file that can be written at {path}, found: {error.strerror}; correct --json"
-        ) from None
+        # Python must not try again when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if error.errno in (errno.EPIPE, errno.EBADF):
+            return ""
+        return f"expected a stdout that takes the report, found: {error.strerror}; send it elsewhere"
+
+
+def _look_at_place(path: str) -> None:
+    """Raise CannotRun unless a report can be written to a file, which is neither made nor changed."""
+    try:
+        target = _target(path)
+        if target is not None:
+            if target.exists() and not os.access(target, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            part = _part(target)
+            part.touch()
+            part.unlink()
+    except OSError as error:
+        raise _no_place(path, error) from None
+
+
+def _write(path: str, text: str) -> None:
+    """Write a report to a file, the whole or nothing; raises CannotRun."""
+    try:
+        target = _target(path)
+        if target is None:
+            Path(path).write_text(text + "\n", encoding="utf-8")
+            return
+        part = _part(target)
+        try:
+            part.write_text(text + "\n", encoding="utf-8")
+            if target.exists():
+                shutil.copymode(target, part)
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise _no_place(path, error) from None
+
+
+def _target(path: str) -> Path | None:
+    """The file to replace, at the end of links; None for a device or a pipe, which stays and is written to."""
+    there = Path(path)
+    if there.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    return None if there.exists() and not there.is_file() else Path(os.path.realpath(path))
+
+
+def _part(target: Path) -> Path:
+    return target.with_name(f".vllm-ndt-{os.getpid()}.part")
+
+
+def _no_place(path: str, error: OSError) -> nan_check.CannotRun:
+    return nan_check.CannotRun(
+        f"expected a file that can be written at {path}, found: {error.strerror}; correct --json"
+    )
 
 
 def _progress(text: str) -> None:

@@ -15,7 +15,7 @@ import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 NAME = "vllm-ndt-serve"
 TIMEOUT = 5  # seconds that an answer may take
@@ -33,7 +33,7 @@ class Address:
     host: str
     port: int
     uds: str | None = None
-    certificate: tuple[str, str] | None = None  # certificate and key
+    certificate: tuple[str, str | None] | None = None  # certificate, and its key where that is another file
 
     def __str__(self) -> str:
         if self.uds:
@@ -73,41 +73,71 @@ def find() -> list[str]:
     return [str(argument) for argument in json.loads(next(iter(found)))]
 
 
+class _Parser(argparse.ArgumentParser):
+    """Upstream's parser, as far as an address needs it; it takes the beginning of a name for the name, too."""
+
+    def error(self, message: str) -> NoReturn:
+        raise NoServer(f"expected arguments of `vllm serve`, found {message}")
+
+
 def address(arguments: Sequence[str]) -> Address:
     """Where a server with these arguments of `vllm serve` answers; raises NoServer if it serves no HTTP."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name in ("host", "port", "uds", "ssl-keyfile", "ssl-certfile", "data-parallel-supervisor-port", "config"):
-        parser.add_argument(f"--{name}")
-    for name in ("headless", "grpc", "data-parallel-multi-port-external-lb"):
+    parser = _Parser(add_help=False)
+    for name in ("host", "uds", "ssl-keyfile", "ssl-certfile"):
+        parser.add_argument(f"--{name}", type=_optional)
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--data-parallel-supervisor-port", type=int, default=9256)
+    parser.add_argument("--config")  # which upstream reads only where it is two words
+    parser.add_argument("-dp")  # not short for -dpm
+    parser.add_argument("--data-parallel-multi-port-external-lb", "-dpm", action="store_true")
+    for name in ("headless", "grpc"):
         parser.add_argument(f"--{name}", action="store_true")
-    given = _parse(parser, arguments)
-    if given.config:
-        given = _parse(parser, [*_from_file(given.config), *arguments])  # the command line wins
+    # --ssl_keyfile is --ssl-keyfile
+    words = [word.replace("_", "-", word.partition("=")[0].count("_")) if word[:2] == "--" else word for word in _with_config(arguments)]  # noqa: E501  # fmt: skip
+    given = parser.parse_known_args(words)[0]
     if given.headless or given.grpc:
         raise NoServer(f"expected a server with HTTP, found {'--headless' if given.headless else '--grpc'}")
-    port = given.data_parallel_supervisor_port or 9256 if given.data_parallel_multi_port_external_lb else given.port
+    port = given.data_parallel_supervisor_port if given.data_parallel_multi_port_external_lb else given.port
+    if not port:
+        raise NoServer("expected a port that is known, found 0")
     host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(given.host or "", given.host)  # noqa: S104
-    pair = (given.ssl_certfile, given.ssl_keyfile)
-    return Address(host, int(port or 8000), given.uds, pair if all(pair) else None)
+    return Address(host, port, given.uds, (given.ssl_certfile, given.ssl_keyfile) if given.ssl_certfile else None)
 
 
-def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
-    # upstream's parser takes --ssl_keyfile for --ssl-keyfile
-    words = [word.replace("_", "-", word.partition("=")[0].count("_")) if word[:2] == "--" else word for word in arguments]  # noqa: E501  # fmt: skip
-    try:
-        return parser.parse_known_args(words)[0]
-    except argparse.ArgumentError as error:
-        raise NoServer(f"expected arguments of `vllm serve`, found {error}") from None
+def _optional(text: str) -> str | None:
+    """As upstream reads it: `None` is no value."""
+    return None if text == "None" else text or None
+
+
+def _with_config(arguments: Sequence[str]) -> list[str]:
+    """The arguments with those of a --config file before them, so that the command line wins."""
+    if "--config" not in arguments:
+        return list(arguments)
+    place = arguments.index("--config")
+    if place + 1 == len(arguments) or "--config" in arguments[place + 1 :]:
+        raise NoServer("expected arguments of `vllm serve`, found --config without a file, or twice")
+    return [*_from_file(arguments[place + 1]), *arguments[:place], *arguments[place + 2 :]]
 
 
 def _from_file(path: str) -> list[str]:
     import yaml
 
     try:
-        table = yaml.safe_load(Path(path).read_text("utf-8")) or {}
-    except (OSError, yaml.YAMLError) as error:
-        raise NoServer(f"expected the server's --config {path}, found {error}") from None
-    return [f"--{key}" if value is True else f"--{key}={value}" for key, value in table.items() if not isinstance(value, dict) and value is not False]  # noqa: E501  # fmt: skip
+        table = yaml.safe_load(Path(path).read_text("utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise NoServer(f"expected the server's --config {path}, found {' '.join(str(error).split())}") from None
+    if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):
+        raise NoServer(f"expected options and their values in the server's --config {path}, found something else")
+    words: list[str] = []
+    for key, value in table.items():
+        if isinstance(value, bool | list) and not value:
+            continue
+        words.append(f"--{key}")
+        if isinstance(value, list):
+            words += map(str, value)
+        elif value is not True:
+            words.append(json.dumps(value, default=str) if isinstance(value, dict) else str(value))
+    return words
 
 
 def ask(where: Address, timeout: float = TIMEOUT) -> str | None:

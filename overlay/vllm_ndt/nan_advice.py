@@ -5,8 +5,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# where a finding comes from: its first bad layer's attention, what lies before it, the embeddings (or first norm or
-# projections), the encoder, a norm, or what follows the last attention layer
+from vllm_ndt import settings
+
+# where a finding comes from: its first bad layer's attention, what lies before it, before the first of all, the
+# encoder, a norm, or what follows the last attention layer
 KERNEL, INPUTS, EMBEDDINGS, ENCODER, NORM, LOGITS = "kernel", "inputs", "embeddings", "encoder", "norm", "logits"
 # runs by name; AGAIN is BASELINE once more, the others differ in the one thing that they are named after
 BASELINE, AGAIN, GRAPHS, PLAIN, FLOAT32, REFERENCE = "baseline", "again", "graphs", "plain", "float32", "reference"
@@ -23,6 +25,7 @@ class Finding:
     `layer` is the first bad layer ("" if only logits are bad), `first` whether it is the model's first attention
     layer, `tensors` the kinds (as in "NaN, Inf") by bad tensor, `row` the first bad row in its step, `token` 0 in the
     prompt itself and n with the n-th generated token as input, `origin` one of the words above, `text` the guard's own.
+    `norm`: whether the layer is a norm; `after`: where norms are watched, the clean one of all layers that ran last.
     """
 
     layer: str
@@ -32,6 +35,8 @@ class Finding:
     token: int
     origin: str
     text: str
+    norm: bool = False
+    after: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Run:
-    """What one engine gave. `peaks`: the largest finite magnitude of each layer; `device`: "cuda", "cpu" and so on."""
+    """What one engine gave. `peaks`: the largest finite magnitude of each layer; `device`: "cuda", "cpu" and so on.
+
+    `own_dtype`: what the model's config says, or ""; `injected`: the fault that was put in, or `not_injected`: why
+    none was; both "" where none was asked for, or its step never came.
+    """
 
     device: str
     dtype: str
@@ -72,11 +81,19 @@ class Run:
     peaks: Mapping[str, float]
     cases: tuple[Case, ...]
     untested: tuple[str, ...] = field(default=())
+    own_dtype: str = ""
+    injected: str = ""
+    not_injected: str = ""
 
     @property
     def hits(self) -> list[Case]:
         """The cases in which something was found."""
         return [case for case in self.cases if case.finding]
+
+    @property
+    def bad(self) -> bool:
+        """Whether there is a case of which anything was non-finite, if only its logprobs."""
+        return any(case.finding or case.bad_logprobs for case in self.cases)
 
 
 @dataclass(frozen=True)
@@ -154,12 +171,13 @@ def _compared(base: Run, runs: Mapping[str, Run]) -> Iterable[Advice]:
         )
     if bad and reference and reference.hits:
         if _kernel(reference):
-            yield Advice(
-                "stays without quantisation",
-                "the attention kernel",
-                f"serve with --attention-backend {PLAIN_BACKEND}: 20-30 % slower, stable",
-            )
-        else:
+            if not (plain and plain.hits):
+                yield Advice(
+                    "stays without quantisation",
+                    "the attention kernel",
+                    f"serve with --attention-backend {PLAIN_BACKEND}: 20-30 % slower, stable",
+                )
+        elif not (single and single.hits) and not _kernel_cures(runs):
             yield Advice(
                 "stays without quantisation, and came before the attention kernel",
                 "the model itself in this dtype, not its quantisation and not the attention kernel",
@@ -167,30 +185,35 @@ def _compared(base: Run, runs: Mapping[str, Run]) -> Iterable[Advice]:
             )
     if bad and single and not single.hits and base.dtype != "float32":
         # float32 goes through another attention kernel, which may be what cures it
-        sure = bool(plain and plain.hits) or all(_origin(case) != KERNEL for case in base.hits)
+        sure = bool(plain.hits) if plain else all(_origin(case) != KERNEL for case in base.hits)
         yield Advice(
             "gone in float32",
             f"precision: {base.dtype} overflows" + ("" if sure else "; or the attention kernel, which float32 changes"),
             "serve in bfloat16 where the GPU has it; float32 is slow, and only confirms it",
         )
     if bad and single and single.hits:
-        yield Advice(
-            "stays in float32",
-            "not precision: bad weights, or a fault in a kernel",
-            "check the weights' files; go by the runs with plain attention and with --reference-model",
-        )
+        files = "look for NaN and Inf in the weights' files (docs/nan.md has how)"
+        if reference and reference.hits:
+            symptom, likely = "stays in float32 and without quantisation", "neither precision nor quantisation"
+        else:
+            symptom, likely = "stays in float32", "not precision"
+            files += "; go by the runs with plain attention and with --reference-model"
+        yield Advice(symptom, f"{likely}: damaged weights, or a fault in a kernel", files)
 
 
 def _alone(base: Run, runs: Mapping[str, Run]) -> Iterable[Advice]:
     """What the baseline says by itself."""
     plain = runs.get(PLAIN)
+    precision = _precision(runs)
+    yield from _own_dtype(base, runs)
     text = [case for case in base.hits if _origin(case) != ENCODER]
     encoder = [case for case in base.hits if _origin(case) == ENCODER]
     if encoder:
         yield Advice(
             f"non-finite before the first attention layer, from the encoder ({_names(encoder)})",
-            f"the vision tower overflows in {base.dtype}; the attention kernels are innocent",
-            "serve in bfloat16 where the GPU has it, else in float32; text alone is not affected",
+            f"the vision tower{f' overflows in {base.dtype}' if precision else ''}; the attention kernels are innocent",
+            ("serve in bfloat16 where the GPU has it, else in float32" if precision else _compare(runs))
+            + "; text alone is not affected",
         )
     kernel = [case for case in text if _origin(case) == KERNEL]
     first = [case for case in kernel if case.finding and case.finding.first]
@@ -207,21 +230,7 @@ def _alone(base: Run, runs: Mapping[str, Run]) -> Iterable[Advice]:
             "its attention kernel, or what its KV cache holds",
             f"update flash-attention-v100 or vLLM; else {instead}",
         )
-    embedded = [case for case in text if _origin(case) == EMBEDDINGS]
-    if embedded:
-        yield Advice(
-            f"the first attention layer's inputs are already bad ({_names(embedded)})",
-            "it came before this layer's attention: embeddings, first norm or projections, or their quantised weights",
-            _compare(runs),
-        )
-    later = [case for case in text if _origin(case) in (INPUTS, NORM)]
-    if later:
-        layers = ", ".join(dict.fromkeys(case.finding.layer for case in later if case.finding))
-        yield Advice(
-            f"the input is already bad, it came before the attention of {layers} ({_names(later)})",
-            "an MLP, norm or projection that overflows, or quantised weights; not the attention kernel",
-            _compare(runs),
-        )
+    yield from _inputs(text, runs)
     yield from _lengths(base, text, runs)
     logits = [case for case in text if _origin(case) == LOGITS]
     if logits:
@@ -239,13 +248,71 @@ def _alone(base: Run, runs: Mapping[str, Run]) -> Iterable[Advice]:
         )
 
 
+def _inputs(text: list[Case], runs: Mapping[str, Run]) -> Iterable[Advice]:
+    """What findings say that came before a layer's attention, or in a norm."""
+    weights = "that overflows, or quantised weights" if _precision(runs) else "with damaged or quantised weights"
+    innocent = "" if _kernel_cures(runs) else "; not the attention kernel"
+    embedded = [case for case in text if _origin(case) == EMBEDDINGS]
+    if embedded and all(case.finding and case.finding.norm for case in embedded):
+        yield Advice(
+            f"the first norm's input is already bad ({_names(embedded)})",
+            f"the embeddings, or their weights{innocent}",
+            _compare(runs),
+        )
+    elif embedded:
+        yield Advice(
+            f"the first attention layer's inputs are already bad ({_names(embedded)})",
+            "it came before this layer's attention: embeddings, first norm or projections, or their quantised weights",
+            _compare(runs),
+        )
+    norms = [case for case in text if _origin(case) == NORM]
+    if norms:
+        yield Advice(
+            f"in a norm whose input is clean: {_layers(norms)} ({_names(norms)})",
+            f"this norm, {weights}{innocent}",
+            _compare(runs),
+        )
+    later = [case for case in text if _origin(case) == INPUTS]
+    alone = [case for case in later if case.finding and not case.finding.after]
+    if alone:
+        yield Advice(
+            f"the input is already bad, it came before the attention of {_layers(alone)} ({_names(alone)})",
+            "its projections or norm, or what lies between it and the attention layer before, such as an MLP "
+            f"{weights}{innocent}",
+            f"{_compare(runs)}; {settings.NAN_GUARD_LAYERS}=attention,norm narrows it down",
+        )
+    between: dict[str, list[Case]] = {}
+    for case in later:
+        if case.finding and case.finding.after:
+            between.setdefault(f"between {case.finding.after} and {case.finding.layer}", []).append(case)
+    for place, cases in between.items():
+        yield Advice(
+            f"the input is already bad, it came {place} ({_names(cases)})",
+            f"what lies between these two, an MLP or a projection {weights}{innocent}",
+            _compare(runs),
+        )
+
+
+def _own_dtype(base: Run, runs: Mapping[str, Run]) -> Iterable[Advice]:
+    """A model made for bfloat16 has values that float16 does not hold."""
+    if base.bad and base.dtype == "float16" and base.own_dtype == "bfloat16":
+        yield Advice(
+            "in float16, and the model's own dtype is bfloat16",
+            "values beyond float16's range, which bfloat16 holds"
+            if _precision(runs)
+            else "not the dtype alone: it stays in float32",
+            "repeat the check with --dtype bfloat16, and serve so where the GPU has it (V100 does not)",
+        )
+
+
 def _lengths(base: Run, hits: list[Case], runs: Mapping[str, Run]) -> Iterable[Advice]:
     """What the lengths of the prompts that were hit alone say."""
     found = {(case.name, case.batch) for case in hits}
     alone = [case for case in base.cases if case.batch == 1 and not case.image]
     bad = [case for case in alone if (case.name, case.batch) in found]
     clean = [case for case in alone if not case.finding]
-    kernel = all(_origin(case) == KERNEL for case in bad)
+    plain = runs.get(PLAIN)
+    kernel = all(_origin(case) == KERNEL for case in bad) and not (plain and plain.hits)
     # while decoding every length passes the multiples
     tails = [case for case in bad if case.finding and not case.finding.token]
     whole = [case for case in alone if case.tokens % BLOCK == 0 and case not in tails]
@@ -258,23 +325,23 @@ def _lengths(base: Run, hits: list[Case], runs: Mapping[str, Run]) -> Iterable[A
     if not bad or not clean:
         return
     single = runs.get(FLOAT32)
+    fault = "an overflow" if _precision(runs) else "damaged weights, or a kernel's fault,"
     lengths, sound = [case.tokens for case in bad], [case.tokens for case in clean]
     if max(lengths) < min(sound):
         if kernel:
             likely, do = "the attention kernel, with few keys", "update it, or serve with plain attention"
         elif any(_origin(case) == LOGITS for case in bad):
-            likely, do = "an overflow in the first positions, after the last attention layer", _compare(runs)
+            likely = f"{fault} in the first positions, after the last attention layer"
+            do = _compare(runs)
         else:
-            likely = (
-                "the input is already bad: it came before this layer's attention, such as an MLP or norm that "
-                "overflows in the first positions; not the attention kernel"
-            )
-            do = f"serve in bfloat16 where the GPU has it; {_compare(runs)}"
+            likely = f"{fault} in the first positions, in an MLP, norm or projection"
+            likely += "" if _kernel_cures(runs) else "; not the attention kernel"
+            do = ("serve in bfloat16 where the GPU has it; " if _precision(runs) else "") + _compare(runs)
         yield Advice(f"on short prompts only (up to {max(lengths)} tokens, clean from {min(sound)})", likely, do)
     if min(lengths) > max(sound):
         likely, do = f"{base.dtype} is not stable", "float32 once, to confirm (--matrix; slow): if it goes, precision"
         if single is not None:
-            likely += ", confirmed by float32" if not single.hits else "? float32 does not cure it: not precision"
+            likely = "not precision: float32 has it, too" if single.hits else f"{likely}, confirmed by float32"
             do = "see what is said of float32"
         yield Advice(f"on long prompts only (from {min(lengths)} tokens, clean up to {max(sound)})", likely, do)
 
@@ -298,6 +365,22 @@ def _magnitudes(base: Run, runs: Mapping[str, Run]) -> Iterable[Advice]:
                 "an overflow that builds up",
                 "serve in bfloat16 where the GPU has it; other prompts may overflow",
             )
+
+
+def _precision(runs: Mapping[str, Run]) -> bool:
+    """Whether precision may be the cause, which it is not where float32 has it, too."""
+    single = runs.get(FLOAT32)
+    return not (single and single.hits)
+
+
+def _kernel_cures(runs: Mapping[str, Run]) -> bool:
+    """Whether plain attention makes it go; the other kernel may have spoiled a later layer by finite values."""
+    plain = runs.get(PLAIN)
+    return bool(plain and not plain.hits)
+
+
+def _layers(cases: list[Case]) -> str:
+    return ", ".join(dict.fromkeys(case.finding.layer for case in cases if case.finding))
 
 
 def _compare(runs: Mapping[str, Run]) -> str:

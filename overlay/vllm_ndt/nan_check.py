@@ -5,6 +5,7 @@ Each engine runs in a process of its own (`nan_run`), so that one that dies, or 
 next one. Nothing here imports vllm.
 """
 
+import contextlib
 import io
 import json
 import os
@@ -14,13 +15,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm_ndt import nan_advice, settings
-from vllm_ndt.nan_advice import Advice, Case, Run
+from vllm_ndt.nan_advice import Advice, Case, Finding, Run
 
 CLEAN, FOUND, CANNOT = 0, 1, 2
 DTYPES = ("float16", "float32", "bfloat16")
@@ -31,7 +33,7 @@ BATCHES = (3, 5, 9)
 ODD, LONG, CONTROL, LONG_CONTROL = (1, 2, 3, 5, 7, 13, 29), 1000, 16, 1008
 ORIGINS = {
     nan_advice.KERNEL: "in this layer's attention kernel, or from its KV cache",
-    nan_advice.INPUTS: "input already bad, came before this layer's attention",
+    nan_advice.INPUTS: "input already bad, from between it and the attention layer before",
     nan_advice.EMBEDDINGS: "input already bad, came before this layer's attention, the first one",
     nan_advice.ENCODER: "non-finite before the first attention layer, from the encoder",
     nan_advice.NORM: "in this norm",
@@ -42,6 +44,7 @@ NEVER = (
     "prefix caching, several GPUs, drafters, sampling other than greedy",
 )
 MODEL_FILES = ("config.json", "params.json")
+KILLED = 10.0  # seconds in which the kernel has ended what was killed
 # the caller's folder must not shadow modules, as it would with -m
 _CODE = "import sys; sys.path[:] = [p for p in sys.path if p]; from vllm_ndt.nan_run import main; sys.exit(main())"
 
@@ -74,11 +77,11 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Report:
-    """The verdict. `attempts`: the baseline first, which has a run; `injected`: a fault that was asked for, or ""."""
+    """The verdict. `attempts`: the baseline first, which has a run; `asked`: the fault that was asked for, or ""."""
 
     options: Options
     attempts: tuple[Attempt, ...]
-    injected: str = ""
+    asked: str = ""
 
     @property
     def runs(self) -> dict[str, Run]:
@@ -91,13 +94,24 @@ class Report:
         return nan_advice.advise(self.runs)
 
     @property
+    def injected(self) -> str:
+        """The fault that was put into the baseline, or ""."""
+        return self.runs[nan_advice.BASELINE].injected
+
+    @property
+    def not_injected(self) -> str:
+        """Why the fault that was asked for was not put in, or ""."""
+        if not self.asked or self.injected:
+            return ""
+        return self.runs[nan_advice.BASELINE].not_injected or "its step was never reached"
+
+    @property
     def status(self) -> int:
         """The exit status: FOUND for anything non-finite in any run, logprobs too, or a run that does not repeat."""
         runs = self.runs
         again = runs.get(nan_advice.AGAIN)
         differs = again is not None and nan_advice.differing(runs[nan_advice.BASELINE], again)
-        bad = any(run.hits or any(case.bad_logprobs for case in run.cases) for run in runs.values())
-        return FOUND if differs or bad else CLEAN
+        return FOUND if differs or any(run.bad for run in runs.values()) else CLEAN
 
     @property
     def untested(self) -> list[str]:
@@ -118,6 +132,7 @@ class Report:
             "model": self.options.model,
             "load_format": self.options.load_format,
             "injected": self.injected or None,
+            "not_injected": self.not_injected or None,
             "runs": {
                 attempt.name: {"why_not": attempt.why_not or None} | (_run_dict(attempt.run) if attempt.run else {})
                 for attempt in self.attempts
@@ -134,7 +149,9 @@ class Report:
             lines += _attempt(attempt, width)
         lines += [""] if self.attempts[1:] else []
         if self.injected:
-            lines += [f"A fault was injected, as {settings.NAN_INJECT} asks for: {self.injected}", ""]
+            lines += [f"A fault was injected: {self.injected}, as {settings.NAN_INJECT} asks for", ""]
+        if self.not_injected:
+            lines += [f"{settings.NAN_INJECT} asks for a fault, and none was put in: {self.not_injected}", ""]
         for one in self.advice:
             lines += [f"Seen:    {one.symptom}", f"Likely:  {one.likely}", f"Do:      {one.do}", ""]
         lines += ["Not tested:", *(f"  {text}" for text in self.untested), ""]
@@ -147,6 +164,7 @@ def failed(options: Options, error: str) -> dict[str, Any]:
     keys: dict[str, Any] = {
         "load_format": options.load_format,
         "injected": None,
+        "not_injected": None,
         "runs": {},
         "advice": [],
         "not_tested": [],
@@ -267,20 +285,17 @@ def _matrix(options: Options, baseline: Run) -> dict[str, dict[str, Any] | str]:
 
 def _engine(job: Mapping[str, Any], environ: Mapping[str, str]) -> Run:
     """What one engine gives; raises CannotRun, with the path of its log, which stays then."""
-    folder = Path(tempfile.mkdtemp(prefix="vllm-ndt-nan-check-"))
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="vllm-ndt-nan-check-"))
+    except OSError as error:
+        raise CannotRun(
+            f"expected a folder for temporary files, found: {error.strerror}; set TMPDIR to one that can be written"
+        ) from None
     log, result = folder / "log", folder / "result.json"
     keep = False
     try:
-        with log.open("wb") as stream:
-            done = subprocess.run(
-                [sys.executable, "-c", _CODE],
-                input=json.dumps({**job, "result": str(result)}).encode(),
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                env=dict(environ),
-                check=False,
-            )
-        found = json.loads(result.read_text(encoding="utf-8")) if result.is_file() else {"error": _death(done)}
+        status = _run(json.dumps({**job, "result": str(result)}), log, environ)
+        found = json.loads(result.read_text(encoding="utf-8")) if result.is_file() else {"error": _death(status)}
         if "error" in found:
             keep = True
             raise CannotRun(f"expected an engine that runs {job['model']}, found: {found['error']}; its log is {log}")
@@ -290,11 +305,43 @@ def _engine(job: Mapping[str, Any], environ: Mapping[str, str]) -> Run:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _death(done: "subprocess.CompletedProcess[bytes]") -> str:
-    if done.returncode >= 0:
-        return f"it ended with status {done.returncode} and no result"
-    name = signal.Signals(-done.returncode).name if -done.returncode in set(signal.Signals) else -done.returncode
-    memory = ", which the system sends when memory runs out" if done.returncode == -signal.SIGKILL else ""
+def _run(job: str, log: Path, environ: Mapping[str, str]) -> int:
+    """Give a process of nan_run a job; returns its exit status.
+
+    It has a session of its own, which ends in any case: killed from here, or, if this process cannot do that any more,
+    by itself, as the pipe that brought the job is closed then.
+    """
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _CODE],
+            stdin=subprocess.PIPE,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env=dict(environ),
+            start_new_session=True,
+        )
+    assert process.stdin
+    try:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(job.encode() + b"\n")
+            process.stdin.flush()
+        # not reaped, so that the session's number stays its own
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(KILLED)
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+    return process.returncode
+
+
+def _death(status: int) -> str:
+    if status >= 0:
+        return f"it ended with status {status} and no result"
+    name = signal.Signals(-status).name if -status in set(signal.Signals) else -status
+    memory = ", which the system sends when memory runs out" if status == -signal.SIGKILL else ""
     return f"it was ended by {name}{memory}"
 
 
@@ -326,7 +373,10 @@ def _rows(cases: Sequence[Case]) -> list[list[str]]:
         if size == 1:
             rows += [_row(case, "") for case in batch]
         elif any(case.finding for case in batch):
-            rows += [_row(case, f" in a batch of {size}") for case in batch if case.finding]
+            found = Counter(tuple(_row(case, f" in a batch of {size}")) for case in batch if case.finding)
+            rows += [
+                [name + (f", {count} times" if count > 1 else ""), *cells] for (name, *cells), count in found.items()
+            ]
         else:
             rows.append([f"batch of {size}", "", "", "", "", "clean"])
     return rows
@@ -348,10 +398,18 @@ def _verdict(case: Case) -> str:
     """In words: where it came from and when, or that it is clean; and what else is odd."""
     text = "clean"
     if case.finding:
-        text = ORIGINS[case.finding.origin]
+        text = _origin(case.finding)
         if case.finding.token:
             text += f"; first at generated token {case.finding.token + 1}"
     return f"{text}; note: {', '.join(case.notes)}" if case.notes else text
+
+
+def _origin(finding: Finding) -> str:
+    if finding.origin == nan_advice.INPUTS and finding.after:
+        return f"input already bad, from between it and {finding.after}"
+    if finding.origin == nan_advice.EMBEDDINGS and finding.norm:
+        return "input already bad, came before this norm, the first one"
+    return ORIGINS[finding.origin]
 
 
 def _table(rows: Sequence[Sequence[str]], width: int) -> str:

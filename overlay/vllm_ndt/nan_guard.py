@@ -21,6 +21,7 @@ Limits: see docs/nan.md.
 import functools
 import logging
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -138,7 +139,7 @@ class Guard:
         self._ends: set[int] = set()  # layers that were a forward's last
         self._beside: torch.cuda.Stream | None = None
         self._running: tuple[torch.cuda.Event, Any] | None = None  # the end of the open branch, and its layer's tensors
-        self._previous: tuple[Any, int] = (None, 0)
+        self._previous: tuple[Callable[[], Any], int] = (lambda: None, 0)
 
     def watch(self, layers: Sequence[str], norms: Sequence[str], device: torch.device, rows: int, beside: bool) -> None:
         """Say what will run: names of attention layers and norms, at most `rows` rows a batch.
@@ -150,6 +151,10 @@ class Guard:
         self.memory = Memory(device, rows, len(self._watched) + 1)
         if beside and device.type == "cuda":
             self._beside = torch.cuda.Stream(device)
+
+    def watches_number(self, number: int) -> bool:
+        """Whether a layer with this number in its name is watched."""
+        return any(layer_index(name) == number for name in self._watched or ())
 
     def watches(self, name: str) -> bool:
         """Whether a layer is watched; a drafter's are not."""
@@ -176,16 +181,18 @@ class Guard:
 
     def check(self, name: str, tensors: Sequence[torch.Tensor | None], kind: Sequence[str]) -> None:
         """Look at the tensors, each (rows, heads, size) or None, of the layer that has just run."""
-        if not self.watches(name) or self.memory is None:
-            return
-        from vllm.forward_context import get_forward_context
+        from vllm.forward_context import get_forward_context, is_forward_context_available
 
+        # encoders run outside of a forward pass
+        if not self.watches(name) or self.memory is None or not is_forward_context_available():
+            return
         number = self._number(name, kind)
         context = get_forward_context()
-        if self._previous[0] is not context and self._previous[1]:
+        if self._previous[0]() is not context and self._previous[1]:
             self._ends.add(self._previous[1])
             self._running = None
-        self._previous = (context, number)
+        # not the context itself, which would keep the step's tensors while nothing runs
+        self._previous = (weakref.ref(context), number)
         output = tensors[3]
         assert output is not None
         self._look(self.memory, name, number, tensors, output, context)
@@ -270,6 +277,9 @@ def _marks(name: str, context: Any, count: int) -> tuple[torch.Tensor, bool] | N
         decoders = (n for n in slots if getattr(context.no_compile_layers.get(n), "attn_type", "decoder") == "decoder")
         name = next(decoders, next(iter(metadata)))
         layer = context.no_compile_layers.get(name)
+        # one over heads, say, has other rows than the batch
+        if name in slots and slots[name].shape[0] != count:
+            return None
     if metadata.get(name) is None:
         return None
     own = slots.get(name)

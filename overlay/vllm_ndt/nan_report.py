@@ -7,7 +7,7 @@ on to find in its own KV cache, is counted in the metrics, not logged.
 
 import struct
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -35,16 +35,19 @@ class Reporter:
         self._said: set[tuple[int, int]] = set()
         self._hit: OrderedDict[str, None] = OrderedDict()
 
-    def say_watching(self, layers: int, norms: int) -> None:
-        """At start: that the guard is on, and what it watches."""
+    def say_watching(self, layers: int, norms: int, others: Sequence[str]) -> None:
+        """At start: that the guard is on, what it watches, and which layers with a cache or state it does not."""
         more = f" and {norms} norms" if norms else ""
         logger.info("NaN guard: %s, watching %d attention layers%s and the logits.", self._guard.mode, layers, more)
+        if others:
+            named = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+            logger.info("NaN guard: %d layers with a cache or state of their own are not watched: %s.", len(others), named)  # noqa: E501  # fmt: skip
 
     def say_injected(self, fault: "Injection", tokens: int) -> None:
         """In the step of a fault: that it is put in, or why not."""
         if tokens <= fault.row:
             logger.warning("NaN guard: nothing injected: step %d has %d rows, not row %d.", fault.step, tokens, fault.row)  # noqa: E501  # fmt: skip
-        elif not any(layer_index(name) == fault.layer for name in self._guard.names[1:]):
+        elif not self._guard.watches_number(fault.layer):
             logger.warning("NaN guard: nothing injected: no attention layer here has the number %d.", fault.layer)
         else:
             logger.warning(
@@ -84,8 +87,9 @@ class Reporter:
 
     def _where(self, request: str, hit: "Hit", flags: int, runner: Any) -> str:
         if not hit.layer:
+            where = "what is pooled" if getattr(runner, "is_pooling_model", False) else "the logits"
             return (
-                f"{kinds_of(hit.logits)} in the logits, and in no attention layer: after the last attention "
+                f"{kinds_of(hit.logits)} in {where}, and in no attention layer that is watched: after the last one "
                 "(its output projection, MLP, final norm or LM head)"
             )
         guard = self._guard

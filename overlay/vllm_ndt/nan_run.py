@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine of `vllm-ndt nan-check`, in a process of its own: a job as JSON on stdin, a result in the file it names.
 
+Its folder is this process' own, and its stdin stays open as long as somebody waits for the result.
+
 The job: `model`, `dtype`, `load_format`, `enforce_eager`, `attention_backend` (or null), `prompts` (texts, or null for
 the check's own), `result` (the file). The result: a nan_advice.Run as JSON, or {"error": line}.
 """
 
 import dataclasses
 import json
+import logging
 import math
+import os
+import shutil
+import signal
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,29 +73,52 @@ class Collector:
         names = guard.kinds[hit.layer]
         tensors = {name: kinds_of(hit.flags >> 2 * at) for at, name in enumerate(names)}
         tensors = {name: kinds for name, kinds in tensors.items() if kinds}
-        first = guard.is_first_attention(hit.layer) and names is not NORM
-        origin = self._origin(request, hit, first, runner)
-        return Finding(guard.names[hit.layer], first, tensors, hit.row, 0, origin, text)
+        norm = names is NORM
+        first = guard.is_first_attention(hit.layer) and not norm
+        origin = self._origin(request, hit, norm, first, runner)
+        watched = hit.layer > 1 and (norm or guard.kinds[hit.layer - 1] is NORM)
+        after = guard.names[hit.layer - 1] if watched else ""
+        return Finding(guard.names[hit.layer], first, tensors, hit.row, 0, origin, text, norm, after)
 
-    def _origin(self, request: str, hit: Any, first: bool, runner: Any) -> str:
-        from vllm_ndt.nan_guard import NORM
+    def _origin(self, request: str, hit: Any, norm: bool, first: bool, runner: Any) -> str:
         from vllm_ndt.nan_report import _bad_items
         from vllm_ndt.nan_words import bad_inputs
 
-        norm = self.steps.guard.kinds[hit.layer] is NORM
         if not bad_inputs(hit.flags):
             return nan_advice.NORM if norm else nan_advice.KERNEL
-        if hit.layer == 1 or first:
-            return nan_advice.ENCODER if _bad_items(runner, request) else nan_advice.EMBEDDINGS
-        return nan_advice.INPUTS
+        if (hit.layer == 1 or first) and _bad_items(runner, request):
+            return nan_advice.ENCODER
+        return nan_advice.EMBEDDINGS if hit.layer == 1 else nan_advice.INPUTS
+
+
+class FaultLines(logging.Handler):
+    """What the guard logs of the fault that it was asked for: that it put it in, or why it did not."""
+
+    PUT_IN, NOT = "NaN guard: injecting ", "NaN guard: nothing injected: "
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.injected = self.not_injected = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the line if it is one of these."""
+        line = record.getMessage()
+        if line.startswith(self.PUT_IN):
+            self.injected = line.removeprefix(self.PUT_IN).removesuffix(", as asked for.")
+        elif line.startswith(self.NOT):
+            self.not_injected = line.removeprefix(self.NOT).removesuffix(".")
 
 
 def run(job: Mapping[str, Any]) -> Run:
     """Start the job's engine and give it the prompts; raises whatever vLLM does, or ValueError for a job in vain."""
     from vllm import LLM
 
-    from vllm_ndt import nan_step
+    from vllm_ndt import nan_guard, nan_step
 
+    faults = FaultLines()
+    nan_guard.logger.addHandler(faults)
+    if not nan_guard.logger.isEnabledFor(faults.level):  # by VLLM_LOGGING_LEVEL
+        nan_guard.logger.setLevel(faults.level)
     more = {"attention_backend": job["attention_backend"]} if job["attention_backend"] else {}
     llm = LLM(
         job["model"],
@@ -129,6 +159,9 @@ def run(job: Mapping[str, Any]) -> Run:
         peaks=steps.reporter.peaks(),
         cases=tuple(cases),
         untested=(*untested, *_unwatched(steps)),
+        own_dtype=_own_dtype(config.model_config),
+        injected=faults.injected,
+        not_injected=faults.not_injected,
     )
 
 
@@ -243,6 +276,13 @@ def _usable(tokenizer: Any, model: Any) -> list[int]:
     return [token for token in sorted(known) if 0 <= token < size and token not in special] or list(range(size))
 
 
+def _own_dtype(model: Any) -> str:
+    """What the model's config says, or ""."""
+    configs = (model.hf_config, model.hf_text_config)
+    found = (getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) for config in configs)
+    return str(next((dtype for dtype in found if dtype), "")).removeprefix("torch.")
+
+
 def _layers(steps: Any) -> Mapping[str, Any]:
     found: Mapping[str, Any] = steps.runner.compilation_config.static_forward_context
     return found
@@ -271,9 +311,17 @@ def _unwatched(steps: Any) -> list[str]:
     return said
 
 
+def _end_with_parent(folder: Path) -> None:
+    """Once nobody holds the other end of stdin, end this process and what it started, and remove their folder."""
+    os.read(0, 1)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
+
+
 def main() -> int:
-    """Do the job on stdin; returns 0, or 1 with an error in the result."""
-    job = json.load(sys.stdin)
+    """Do the job on stdin, a line, as long as that stays open; returns 0, or 1 with an error in the result."""
+    job = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, args=[Path(job["result"]).parent], daemon=True).start()
     try:
         result: dict[str, Any] = dataclasses.asdict(run(job))
     except Exception as error:
@@ -283,5 +331,8 @@ def main() -> int:
 
         traceback.print_exc()  # into the log
         result = {"error": _first_line(error)}
-    Path(job["result"]).write_text(json.dumps(result), encoding="utf-8")
+    whole = Path(job["result"])
+    part = whole.with_suffix(".part")
+    part.write_text(json.dumps(result), encoding="utf-8")
+    part.replace(whole)
     return 1 if "error" in result else 0

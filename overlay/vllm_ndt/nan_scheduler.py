@@ -29,6 +29,7 @@ class Nonfinite:
         self.steps = self.requests = self.logits = self.aborted = 0
         self._scheduler = scheduler
         self._blocks: dict[int, dict[str, set[int]]] = {}  # step's output -> request -> the blocks that it writes
+        self._copies: dict[int, list[tuple[int, int]]] = {}  # step's output -> blocks that it copies first, from and to
         self._dirty: set[int] = set()
         self._to_zero: set[int] = set()
         self._increases = Increases()
@@ -47,12 +48,15 @@ class Nonfinite:
         if output.total_num_scheduled_tokens:
             written = output.num_scheduled_tokens.items()
             self._blocks[id(output)] = {name: self._blocks_of(name, count) for name, count in written}
+            if output.kv_cache_block_copies:
+                self._copies[id(output)] = [(copy[0], copy[1]) for copy in output.kv_cache_block_copies]
 
     def take(self, output: Any, made: Any) -> set[str]:
         """Count a step's findings; gives the requests that must end with an error now, of which none gets a token."""
         if self.mode == "off":
             return set()
         written = self._blocks.pop(id(output), {})
+        self._copies.pop(id(output), None)
         found = findings_of(made)
         if found is None:
             return set()
@@ -66,6 +70,9 @@ class Nonfinite:
             # steps that are in flight read and write what this one left
             for later in self._blocks.values():
                 dirty |= later.get(name, set())
+            # and copy it, for a prefix that is kept
+            for copies in self._copies.values():
+                dirty |= {to for source, to in copies if source in dirty}
             self._scheduler.kv_cache_manager.block_pool.evict_blocks(dirty)
             self._dirty |= dirty
             self._drop_items(name)

@@ -94,6 +94,8 @@ class _Steps:
         self.guard = guard
         self.runner = runner
         self.step = 0
+        # upstream's V2 runner warms up with requests that nobody sent
+        self._live = not getattr(runner.vllm_config, "use_v2_model_runner", False)
         self._slot = 0
         self.reporter = Reporter(guard)
         self._unread: deque[Pending] = deque()
@@ -122,7 +124,7 @@ class _Steps:
         if self.runner.speculative_config is not None:
             memory.words.zero_()
         fault = self.guard.injection
-        if fault is not None:
+        if fault is not None and self._live:
             now = self.step == fault.step and tokens > fault.row
             if self.step == fault.step:
                 self.reporter.say_injected(fault, tokens)
@@ -146,7 +148,9 @@ class _Steps:
         from vllm_ndt.nan_kernel import collect
 
         if len(self._unread) == SLOTS:  # nobody read the oldest, and its slot is needed
-            self._unread.popleft().wait().read()
+            oldest = self._unread.popleft().wait()
+            if self._live:
+                oldest.read()
         self._slot = slot = (self._slot + 1) % SLOTS
         collect(memory.words, starts, len(requests), logits, logit_starts, self._device[slot])
         event = self._events[slot]
@@ -157,14 +161,17 @@ class _Steps:
 
     def read_what_is_over(self) -> None:
         """Read earlier steps; only the rank that answers has its outputs read by others."""
-        while self._unread and self._unread[0].over:
+        while self._live and self._unread and self._unread[0].over:
             self._unread.popleft().read()
 
     def restart(self) -> None:
-        """Forget all steps so far, which must be over: they were no requests'."""
+        """Forget all steps so far, which must be over: they were no requests'. What they left bad is zeroed."""
         memory = self.guard.memory
+        self._live = True
         if memory is None:
             return
+        if bool(memory.words.any()) or any(host.any() for host in self._host):
+            zero_blocks(self.runner, range(self.runner.kv_cache_config.num_blocks))
         memory.words.zero_()
         for host in self._host:
             host.fill(0)
@@ -207,10 +214,20 @@ def watch_model(worker: Any) -> None:
     from vllm.model_executor.layers.attention import Attention, MLAAttention
 
     runner, config = worker.model_runner, worker.vllm_config
-    modules = list(runner.get_model().named_modules())
-    layers = [m.layer_name for _, m in modules if isinstance(m, Attention | MLAAttention)]
-    norms = _norms(modules) if settings.nan_guard_norms(os.environ) else {}
     compilation = config.compilation_config
+    if _steps is not None and _steps.runner is not runner:
+        # captured graphs of the first one write into its memory
+        raise settings.SettingError(
+            settings.NAN_GUARD, os.environ[settings.NAN_GUARD], "off for a second engine in one process"
+        )
+    modules = list(runner.get_model().named_modules())
+    layers = [m.layer_name for _, m in modules if isinstance(m, Attention) or _is_upstreams(m, MLAAttention)]
+    others = sorted(
+        name
+        for name, layer in compilation.static_forward_context.items()
+        if hasattr(layer, "kv_cache") and name not in layers and not isinstance(layer, Attention)
+    )
+    norms = _norms(modules) if settings.nan_guard_norms(os.environ) else {}
     # compiled code that contains a layer may use its tensors' memory again
     apart = not compilation.mode or (
         compilation.splitting_ops_contain_attention() and not compilation.use_inductor_graph_partition
@@ -220,7 +237,7 @@ def watch_model(worker: Any) -> None:
     for name, module in norms.items():
         module.register_forward_hook(_norm_hook(guard, name))
     _steps = _Steps(guard, runner, config.scheduler_config.max_num_seqs)
-    _steps.reporter.say_watching(len(layers), len(norms))
+    _steps.reporter.say_watching(len(layers), len(norms), others)
 
 
 def forget_warm_up() -> None:
@@ -247,6 +264,7 @@ def check_step(
 
     Request i has the rows starts[i] to starts[i + 1] and the logits logit_starts[i] to logit_starts[i + 1], or
     logits[i] without the latter. `logits`, (positions, vocabulary), are the model's own: no grammar, no penalties yet.
+    A model that pools has its last hidden states in their place, (rows, size).
     """
     return None if _steps is None else _steps.check(requests, starts, logits, logit_starts)
 
@@ -258,6 +276,11 @@ def draft_logit_starts(spec_decode_metadata: Any) -> torch.Tensor | None:
     ends = spec_decode_metadata.cu_num_draft_tokens
     ends = ends + torch.arange(1, ends.shape[0] + 1, dtype=ends.dtype, device=ends.device)
     return torch.nn.functional.pad(ends, (1, 0))
+
+
+def _is_upstreams(module: Any, kind: type) -> bool:
+    """Whether a layer's forward pass is that of its base class, which is what the guard is around."""
+    return isinstance(module, kind) and type(module).forward is kind.forward  # type: ignore[attr-defined]
 
 
 def _norms(modules: Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -22,7 +22,10 @@ def refusal(report: Report, require: str | None) -> tuple[int, list[str]] | None
     """Why an installation must not serve: an exit status and lines; None if it may."""
     found = report.manifest
     if report.status or found is None:
-        return report.status, ["not started: this is not the build that was verified", *report.lines()]
+        why = (
+            "it could not be checked" if report.verdict == verify.UNKNOWN else "this is not the build that was verified"
+        )
+        return report.status, [f"not started: {why}", *report.lines()]
     if require is not None and require != found.version:
         return OTHER, [f"not started: expected vllm {require} (--require), found {found.version}; use that image or wheel"]  # noqa: E501  # fmt: skip
     return None

@@ -9,6 +9,7 @@ ENCODER_CACHE_TOKENS = "VLLM_NDT_ENCODER_CACHE_TOKENS"
 NAN_GUARD = "VLLM_NDT_NAN_GUARD"
 NAN_GUARD_LAYERS = "VLLM_NDT_NAN_GUARD_LAYERS"
 NAN_INJECT = "VLLM_NDT_NAN_INJECT"
+STALL_SECONDS = "VLLM_NDT_STALL_SECONDS"
 USAGE_STATS = "VLLM_NDT_USAGE_STATS"
 
 AUTO = "auto"
@@ -31,8 +32,8 @@ class SettingError(Exception):
     It is no ValueError: pydantic would wrap that, and the last line of the log would not be ours.
     """
 
-    def __init__(self, name: str, value: str, allowed: str) -> None:
-        super().__init__(f"{name}: expected {allowed}, found {value!r}; correct the variable or unset it")
+    def __init__(self, name: str, value: str, allowed: str, remedy: str = "correct the variable or unset it") -> None:
+        super().__init__(f"{name}: expected {allowed}, found {value!r}; {remedy}")
 
 
 def encoder_cache_tokens(environ: Mapping[str, str]) -> int | str | None:
@@ -68,22 +69,42 @@ def nan_guard_norms(environ: Mapping[str, str]) -> bool:
 
 
 def nan_inject(environ: Mapping[str, str]) -> Injection | None:
-    """The fault to inject, or None; raises SettingError if it is not complete, or if the guard is off."""
+    """The fault to inject, or None; raises SettingError if it is not complete, or if the guard is off.
+
+    Its parts may stand in any order.
+    """
     value = environ.get(NAN_INJECT, "")
     if not value.strip():
         return None
-    allowed = "layer=N,tensor=q|k|v|output,step=N (from 1),row=N (from 0),value=nan|inf"
-    found = re.fullmatch(
-        r"layer=(\d{1,6}),tensor=(q|k|v|output),step=([1-9]\d{0,8}),row=(\d{1,8}),value=(nan|inf)",
-        re.sub(r"\s", "", value).lower(),
-        flags=re.ASCII,
-    )
-    if not found:
+    allowed = "layer=N,tensor=q|k|v|output,step=N (from 1),row=N (from 0),value=nan|inf, each once"
+    forms = {
+        "layer": r"\d{1,6}",
+        "tensor": "|".join(TENSORS),
+        "step": r"[1-9]\d{0,8}",
+        "row": r"\d{1,8}",
+        "value": "nan|inf",
+    }
+    parts = [part.partition("=") for part in re.sub(r"\s", "", value).lower().split(",")]
+    found = {name: text for name, _, text in parts}
+    whole = len(parts) == len(forms) and found.keys() == forms.keys()
+    if not whole or not all(re.fullmatch(form, found[name], flags=re.ASCII) for name, form in forms.items()):
         raise SettingError(NAN_INJECT, value, allowed)
     if nan_guard(environ) == "off":
-        raise SettingError(NAN_INJECT, value, f"nothing while {NAN_GUARD} is off")
-    layer, tensor, step, row, kind = found.groups()
-    return Injection(int(layer), tensor, int(step), int(row), float(kind))
+        remedy = f"set {NAN_GUARD} to report or abort, or unset {NAN_INJECT}"
+        raise SettingError(NAN_INJECT, value, f"nothing while {NAN_GUARD} is off", remedy)
+    layer, step, row = (int(found[name]) for name in ("layer", "step", "row"))
+    return Injection(layer, found["tensor"], step, row, float(found["value"]))
+
+
+def stall_seconds(environ: Mapping[str, str]) -> float:
+    """After how many seconds without progress an engine stands still, 150 by default; 0: nobody looks.
+
+    Raises SettingError unless the value is a whole number of 6 digits at most.
+    """
+    value = environ.get(STALL_SECONDS, "")
+    if not re.fullmatch(r"[0-9]{1,6}", value.strip() or "150", flags=re.ASCII):
+        raise SettingError(STALL_SECONDS, value, "a whole number of seconds (6 digits at most), or 0 for off")
+    return float(value.strip() or 150)
 
 
 def usage_stats(environ: Mapping[str, str]) -> bool:
@@ -100,6 +121,7 @@ def check(environ: Mapping[str, str]) -> None:
     nan_guard(environ)
     nan_guard_norms(environ)
     nan_inject(environ)
+    stall_seconds(environ)
     usage_stats(environ)
 
 

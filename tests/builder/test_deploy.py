@@ -13,7 +13,7 @@ import compose_spec
 import kubernetes_validate
 import pytest
 import yaml
-from vllm_ndt import cli, health, settings, watch
+from vllm_ndt import cli, encoder_metrics, health, nan_metrics, settings, stall_watch, watch
 
 from builder import deploy
 from builder.errors import InputProblem
@@ -23,7 +23,7 @@ IMAGE = f"registry.example.com/vllm-ndt@sha256:{'1a' * 32}"
 VERSION = "0.27.1+ndt.1"
 MANIFEST = f"sha256:{'2b' * 32}"
 MODEL = "/models/qwen"
-STALL_SECONDS = 150  # from the last progress to the first answer that is not 200
+STALL_SECONDS = settings.stall_seconds({})  # from the last progress to the first answer that is not 200
 OFF = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
@@ -430,3 +430,17 @@ def test_apt_keeps_the_driver_on_580(out: Path, tmp_path: Path) -> None:
         "nvidia-container-toolkit": "1.18.0-1",
         "nvidia-cuda-toolkit": "13.0.1-1",
     }
+
+
+def test_each_alert_asks_for_a_metric_that_there_is(out: Path) -> None:
+    groups = yaml.safe_load((out / "alerts.yaml").read_text())["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
+    known = {stall_watch.BUILD, *stall_watch.GAUGES}
+    known |= {f"{nan_metrics.PREFIX}{name}_total" for name in nan_metrics.COUNTERS}
+    known |= {f"{encoder_metrics.PREFIX}{name}_total" for name in encoder_metrics.COUNTERS}
+    asked = {name for rule in rules for name in re.findall(r"vllm:\w+", rule["expr"])}
+    assert len(asked) == 5
+    assert asked <= known
+    documented = (ROOT / "docs" / "operations.md").read_text()
+    assert all(f"`{rule['alert']}`" in documented for rule in rules)
+    assert all(rule["labels"]["severity"] in ("critical", "warning") for rule in rules)

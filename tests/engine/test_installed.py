@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user sees of the installed wheel, and why the dependency closure is locked."""
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -67,3 +68,21 @@ def test_llava_does_not_import_with_the_newest_dependencies(patched: Path, uv: s
     done = run(patched, tmp_path, "-c", LLAVA, PYTHONPATH=str(newest))
     assert done.returncode == 1
     assert "cannot import name 'PixtralRotaryEmbedding'" in done.stderr
+
+
+def test_doctor_finds_no_fault_here(patched: Path, tmp_path: Path) -> None:
+    """On the machine of the tests, without a GPU and offline: warnings at most, and its own files are sound."""
+    command = [str(patched.parent / "vllm-ndt"), "doctor", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path), check=False)
+    report = json.loads(done.stdout)
+    findings = {finding["name"]: finding for finding in report["findings"]}
+    faults = [finding for finding in report["findings"] if finding["level"] == "fault"]
+    # the kernel's log is the machine's
+    assert [fault for fault in faults if fault["name"] != "kernel log"] == []
+    assert done.returncode == report["status"] in (0, 1, 2)
+    assert findings["own files"]["level"] == "good"
+    assert findings["usage statistics"]["level"] == "good"
+    assert report["manifest"].startswith("sha256:")
+    wrong = subprocess.run([*command, "--expect", f"sha256:{'0' * 64}"], capture_output=True, text=True, env=environment(tmp_path), check=False)  # noqa: E501  # fmt: skip
+    assert wrong.returncode == 2
+    assert {"expected build"} <= {one["name"] for one in json.loads(wrong.stdout)["findings"] if one["level"] == "fault"}

@@ -4,7 +4,9 @@
 import json
 import re
 import shutil
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,15 @@ import pytest
 from tests.engine.conftest import environment
 
 LAYER = "model.layers.{}.self_attn.attn"
-KEYS = ["status", "error", "model", "load_format", "injected", "runs", "advice", "not_tested"]
+KEYS = ["status", "error", "model", "load_format", "injected", "not_injected", "runs", "advice", "not_tested"]
+
+
+def command_for(patched: Path, *arguments: str) -> list[str]:
+    return [str(patched), "-m", "vllm_ndt.cli", "nan-check", *arguments]
 
 
 def run(patched: Path, home: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    command = [str(patched), "-m", "vllm_ndt.cli", "nan-check", *arguments]
+    command = command_for(patched, *arguments)
     settings = environment(home, TMPDIR=str(home), **more)
     return subprocess.run(command, env=settings, capture_output=True, text=True, check=False)
 
@@ -58,15 +64,18 @@ def test_an_injected_fault_is_found_and_named(patched: Path, text_model: Path, t
     found = rows(done.stdout)
     layer, tensors, kinds, logits, verdict = found["3 tokens"]
     assert (layer, tensors, kinds, logits) == (LAYER.format(2), "q, output", "NaN", "NaN")
-    assert verdict.startswith("input already bad, came before this layer's attention; note: 8 of 8 logprobs are NaN")
+    assert verdict.startswith(
+        "input already bad, from between it and the attention layer before; note: 8 of 8 logprobs are NaN"
+    )
     assert all(cells[-1].startswith("clean") for name, cells in found.items() if name != "3 tokens"), found
     assert "16 tokens (control)" in found and "1008 tokens (control)" in found
-    assert f"A fault was injected, as VLLM_NDT_NAN_INJECT asks for: {fault}\n" in done.stdout
-    assert "Likely:  an MLP, norm or projection that overflows, or quantised weights; not the attention" in done.stdout
+    put_in = "nan into q of layer 2, row 1, in step 17"
+    assert f"A fault was injected: {put_in}, as VLLM_NDT_NAN_INJECT asks for\n" in done.stdout
+    assert "such as an MLP that overflows, or quantised weights; not the attention kernel\n" in done.stdout
 
     made = json.loads(report.read_text(encoding="utf-8"))
     assert list(made) == KEYS
-    assert (made["status"], made["injected"], list(made["runs"])) == (1, fault, ["baseline"])
+    assert (made["status"], made["injected"], list(made["runs"])) == (1, put_in, ["baseline"])
     baseline = made["runs"]["baseline"]
     assert (baseline["device"], baseline["dtype"], baseline["layers"]) == (
         "cpu",
@@ -84,6 +93,97 @@ def test_an_injected_fault_is_found_and_named(patched: Path, text_model: Path, t
     assert (finding["layer"], finding["row"], finding["token"], finding["origin"]) == (LAYER.format(2), 1, 0, "inputs")
     assert finding["tensors"] == {"q": "NaN", "output": "NaN"}
     assert "k, v clean" in finding["text"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("layer=99,tensor=q,step=1,row=0,value=nan", "no attention layer here has the number 99"),
+        ("value=nan,row=9,layer=1,tensor=q,step=1", "step 1 has 3 rows, not row 9"),
+        ("layer=1,tensor=q,step=9999,row=0,value=nan", "its step was never reached"),
+    ],
+)
+def test_a_fault_that_was_not_put_in(patched: Path, text_model: Path, tmp_path: Path, fault: str, reason: str) -> None:
+    report, prompts = tmp_path / "report.json", tmp_path / "prompts.txt"
+    prompts.write_text("1+1\n")
+    arguments = ["--model", str(text_model), "--load-format", "dummy", "--json", str(report), "--prompts", str(prompts)]
+    # what is logged below ERROR is not lost
+    done = run(patched, tmp_path, *arguments, VLLM_NDT_NAN_INJECT=fault, VLLM_LOGGING_LEVEL="ERROR")
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert f"VLLM_NDT_NAN_INJECT asks for a fault, and none was put in: {reason}\n" in done.stdout
+    assert "A fault was injected" not in done.stdout
+    made = json.loads(report.read_text(encoding="utf-8"))
+    assert (made["injected"], made["not_injected"]) == (None, reason)
+
+
+def test_norms_narrow_down_where_weights_are_damaged(patched: Path, text_model: Path, tmp_path: Path) -> None:
+    """In a bfloat16 model, which is run in float16; nobody reads the table."""
+    model, report, prompts = tmp_path / "model", tmp_path / "report.json", tmp_path / "prompts.txt"
+    shutil.copytree(text_model, model)
+    prompts.write_text("1+1\n")
+    code = """if True:
+        import sys, torch, transformers
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.from_pretrained(sys.argv[1])
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        with torch.no_grad():
+            model.model.layers[2].self_attn.o_proj.weight[0, 0] = float("nan")
+        model.save_pretrained(sys.argv[1])"""
+    subprocess.run([str(patched), "-c", code, str(model)], check=True, env=environment(tmp_path), capture_output=True)
+    command = command_for(patched, "--model", str(model), "--prompts", str(prompts), "--json", str(report))
+    settings = environment(tmp_path, TMPDIR=str(tmp_path), VLLM_NDT_NAN_GUARD_LAYERS="attention,norm")
+    shell = ["bash", "-c", '"$@" >&-', "bash", *command]
+    done = subprocess.run(shell, env=settings, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+    made = json.loads(report.read_text(encoding="utf-8"))
+    norm = "model.layers.2.post_attention_layernorm"
+    cases = made["runs"]["baseline"]["cases"]
+    assert {case["finding"]["layer"] for case in cases} == {norm}
+    assert {case["finding"]["after"] for case in cases} == {LAYER.format(2)}
+    assert cases[0]["verdict"].startswith(f"input already bad, from between it and {LAYER.format(2)}; note")
+    assert [one["symptom"] for one in made["advice"]] == [
+        "in float16, and the model's own dtype is bfloat16",
+        f"the input is already bad, it came between {LAYER.format(2)} and {norm} (prompt 1)",
+    ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_engine_is_left_of_an_interrupted_check(
+    patched: Path, text_model: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    report, folder = tmp_path / "report.json", tmp_path / "tmp"
+    report.write_text("old")
+    folder.mkdir()
+    command = command_for(patched, "--model", str(text_model), "--load-format", "dummy", "--json", str(report))
+    settings = environment(tmp_path, TMPDIR=str(folder))
+    with subprocess.Popen(command, env=settings, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None and not any(log.stat().st_size for log in folder.glob("vllm-ndt-*/log")):
+            time.sleep(0.1)
+        assert process.poll() is None
+        assert engines(folder)
+        process.send_signal(number)
+        out, error = process.communicate(timeout=30)
+    if number == signal.SIGTERM:
+        assert (process.returncode, out) == (2, "")
+        assert error == "error: interrupted by SIGTERM; nothing was written\n"
+    end = time.monotonic() + 30
+    while (engines(folder) or list(folder.glob("vllm-ndt-*"))) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert (engines(folder), list(folder.glob("vllm-ndt-*"))) == ([], [])
+    assert report.read_text() == "old"
+
+
+def engines(folder: Path) -> list[str]:
+    """The processes of a check, by the folder that it has in its environment; but not the command itself."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            settings, line = (process / "environ").read_bytes(), (process / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if f"TMPDIR={folder}\0".encode() in settings and b"vllm_ndt.cli" not in line:
+            found.append(process.name)
+    return found
 
 
 def test_the_matrix_on_a_vision_tower_that_overflows(patched: Path, deepstack_model: Path, tmp_path: Path) -> None:
@@ -168,6 +268,8 @@ def test_an_engine_that_does_not_start_is_one_line_and_a_log(patched: Path, text
         (["--model", "MODEL", "--reference-model", "MODEL"], "argument --reference-model: it needs --matrix (see "),
         (["--model", "MODEL", "--dtype", "float8"], "argument --dtype: invalid choice: 'float8'"),
         (["--model", "MODEL", "more"], "unrecognized arguments: more (see "),
+        (["--model", ""], "argument --model: expected a value, found an empty one;"),
+        (["--model", "MODEL", "--prompts", ""], "argument --prompts: expected a value, found an empty one;"),
         ([], "the following arguments are required: --model (see "),
     ],
 )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real engine on the CPU with faults put into it, for the tests of the NaN guard's patches; a script.
 
-    python nan_engine.py names|abort FOLDER
+    python nan_engine.py names|abort|pooled FOLDER
 
 Prints what happened as one JSON object, behind MARK. On stock no fault can be put in, and nothing is found.
 """
@@ -60,12 +60,14 @@ class Engine:
         self.llm = LLM(
             folder,
             load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype="float32",
-            enforce_eager=True,
-            max_model_len=256,
-            max_num_seqs=4,
-            **arguments,
+            **{
+                "skip_tokenizer_init": True,
+                "dtype": "float32",
+                "enforce_eager": True,
+                "max_model_len": 256,
+                "max_num_seqs": 4,
+            }
+            | arguments,
         )
         self.served = 0
 
@@ -95,7 +97,7 @@ class Engine:
 
     def findings(self) -> list[str]:
         """The lines about NaN and Inf since the last call."""
-        found = [line for line in self.lines if "non-finite" in line or "in the logits" in line]
+        found = [line for line in self.lines if "non-finite" in line or "in no attention layer" in line]
         self.lines.clear()
         return found
 
@@ -132,6 +134,17 @@ def _poison_head(model: Any) -> None:
     model.model.norm.weight.data[3] = math.nan
 
 
+def pooled(folder: str) -> dict[str, Any]:
+    """What is found when a model that pools goes bad behind its last attention layer."""
+    engine = Engine(folder, runner="pooling", skip_tokenizer_init=False)
+    given: Any = [{"prompt_token_ids": prompt} for prompt in prompts()]
+    engine.llm.embed(given, use_tqdm=False)
+    clean = engine.findings()
+    engine.llm.apply_model(_poison_head)
+    engine.llm.embed(given, use_tqdm=False)
+    return {"clean": clean, "bad": engine.findings()}
+
+
 def abort(folder: str) -> dict[str, Any]:
     """Faults in a small pool of blocks; then requests until each block was used again."""
     engine = Engine(folder, block_size=32, num_gpu_blocks_override=16, enable_prefix_caching=True)
@@ -157,5 +170,5 @@ def _caches(engine: Engine) -> list[Any]:
 
 
 if __name__ == "__main__":
-    found = {"names": names, "abort": abort}[sys.argv[1]](sys.argv[2])
+    found = {"names": names, "abort": abort, "pooled": pooled}[sys.argv[1]](sys.argv[2])
     print(f"\n{MARK}{json.dumps(found)}", flush=True)

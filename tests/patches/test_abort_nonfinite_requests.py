@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patch abort-nonfinite-requests: a hit request ends with an error, and nobody else notices, then or later."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,6 +108,21 @@ def test_its_blocks_are_no_prefix_and_are_zeroed_before_they_are_used_again(step
     # once each: they are somebody's now
     steps.add("more", "i:b(1) t199")
     assert not steps.step().ndt_block_ids_to_zero
+
+
+def test_a_copy_that_a_later_step_makes_of_a_bad_block_is_zeroed_too(steps: Steps) -> None:
+    """As upstream makes them of a recurrent state that stays in the prefix cache while its request goes on."""
+    from vllm_ndt.nan_step import Findings
+
+    steps.add("bad", "t313")
+    first = steps.scheduler.schedule()
+    bad = min(steps.blocks("bad"))
+    free = steps.scheduler.kv_cache_manager.block_pool.free_block_queue.get_all_free_blocks()
+    copy = next(block.block_id for block in free)
+    later = SimpleNamespace(total_num_scheduled_tokens=1, num_scheduled_tokens={}, kv_cache_block_copies=[(bad, copy)])
+    steps.scheduler.nonfinite.end_schedule(later)
+    steps.scheduler.nonfinite.take(first, SimpleNamespace(ndt_nonfinite=Findings(1, {"bad": "layer"})))
+    assert copy in steps.scheduler.nonfinite._dirty
 
 
 def test_a_shared_block_is_zeroed_when_its_last_holder_has_gone(steps: Steps) -> None:

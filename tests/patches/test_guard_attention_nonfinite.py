@@ -357,3 +357,53 @@ def test_kernels_agree_with_pytorch() -> None:
 
 if __name__ == "__main__":
     compare_kernels()
+
+
+class TestNorms:
+    """A layer norm's hook, beside an attention layer's slot mapping of five rows."""
+
+    def look(self, output: torch.Tensor, inside: bool = True) -> list[int]:
+        """Which rows have a finding after a norm gave `output`, within a forward pass or outside of one."""
+        from vllm.forward_context import ForwardContext, override_forward_context
+        from vllm_ndt.nan_guard import Guard
+        from vllm_ndt.nan_step import _norm_hook
+
+        guard = Guard("report")
+        guard.watch([LAYER.format(0)], ["norm"], torch.device("cpu"), 16, beside=False)
+        name = LAYER.format(0)
+        context = ForwardContext(
+            no_compile_layers={name: SimpleNamespace(attn_type="decoder")},
+            attn_metadata={name: SimpleNamespace(query_start_loc=torch.tensor([0, 5]))},
+            slot_mapping={name: torch.arange(5)},
+        )
+        with override_forward_context(context if inside else None):
+            _norm_hook(guard, "norm")(None, (output,), output)
+        assert guard.memory is not None
+        return guard.memory.words.nonzero().flatten().tolist()
+
+    def test_each_row_is_its_tokens(self) -> None:
+        pytest.importorskip("vllm_ndt")
+        output = torch.zeros(5, 8)
+        output[2, 3] = NAN
+        assert self.look(output) == [2]
+
+    def test_a_norm_over_heads_has_other_rows_and_is_left_out(self) -> None:
+        pytest.importorskip("vllm_ndt")
+        output = torch.zeros(5 * 2, 8)
+        output[2, 3] = NAN
+        assert self.look(output) == []
+
+    def test_an_encoders_norm_runs_outside_of_a_forward_pass(self) -> None:
+        pytest.importorskip("vllm_ndt")
+        output = torch.full((5, 8), NAN)
+        assert self.look(output, inside=False) == []
+
+
+def test_the_layer_of_a_fault_is_known_before_it_runs() -> None:
+    pytest.importorskip("vllm_ndt")
+    from vllm_ndt.nan_guard import Guard
+
+    guard = Guard("report")
+    guard.watch([LAYER.format(3)], [], torch.device("cpu"), 16, beside=False)
+    assert guard.names == [""]
+    assert (guard.watches_number(3), guard.watches_number(4)) == (True, False)

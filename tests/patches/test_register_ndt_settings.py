@@ -3,6 +3,7 @@
 
 import hashlib
 import importlib.util
+import itertools
 import json
 import logging
 import multiprocessing
@@ -57,7 +58,10 @@ def test_a_bad_value_stops_the_engines_configuration(monkeypatch, name, value, a
     # Not wrapped by pydantic: this is the last line of what `vllm serve` prints.
     assert type(found).__name__ == "SettingError"
     assert str(found).startswith(f"{name}: expected {allowed}")
-    assert str(found).endswith(f"found {value!r}; correct the variable or unset it")
+    remedy = "correct the variable or unset it"
+    if allowed.startswith("nothing"):
+        remedy = f"set VLLM_NDT_NAN_GUARD to report or abort, or unset {name}"
+    assert str(found).endswith(f"found {value!r}; {remedy}")
 
 
 @pytest.mark.parametrize("values", [{}, VARIABLES, {"VLLM_NDT_USAGE_STATS": " ", "VLLM_NDT_NAN_GUARD": " Report "}])
@@ -67,6 +71,29 @@ def test_good_values_start(monkeypatch, values):
     for name, value in values.items():
         monkeypatch.setenv(name, value)
     assert VllmConfig().instance_id
+
+
+def test_the_parts_of_a_fault_stand_in_any_order_and_each_once():
+    from vllm_ndt.settings import Injection, SettingError, nan_inject
+
+    def read(value):
+        return nan_inject({"VLLM_NDT_NAN_GUARD": "report", "VLLM_NDT_NAN_INJECT": value})
+
+    expected = Injection(2, "output", 5, 0, float("inf"))
+    parts = ["layer=2", "tensor=output", "step=5", "row=0", "value=inf"]
+    assert {read(",".join(order)) for order in itertools.permutations(parts)} == {expected}
+    assert read(" VALUE = inf, row=0, Step=5, tensor=Output, layer=2") == expected
+    bad = [
+        [*parts, "row=0"],
+        [*parts[1:], "row=0"],
+        parts[1:],
+        [*parts, ""],
+        [*parts[:-1], "value=1"],
+        [*parts[:-1], "x=1"],
+    ]
+    for given_parts in bad:
+        with pytest.raises(SettingError, match="each once, found"):
+            read(",".join(given_parts))
 
 
 def test_no_variable_is_unknown(monkeypatch):
