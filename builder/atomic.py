@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that appear under their name only when they are whole, second names for files, and locks between processes."""
+"""Files that appear under their name only when they are whole, scratch folders, second names for files, and locks."""
 
 import contextlib
 import fcntl
 import os
+import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -47,6 +48,40 @@ def locked(path: Path) -> Iterator[None]:
     with path.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+@contextlib.contextmanager
+def scratch(path: Path, forget: Callable[[Path], object]) -> Iterator[Path]:
+    """A folder beside `path`, `.NAME.TOKEN.part`, that is gone when the block ends; `forget` is called with it before.
+
+    It is locked meanwhile: what a killed process left there is not, and a later call for the same path removes it.
+    """
+    for part in path.parent.glob(f".{path.name}.*.part"):
+        with contextlib.suppress(OSError), _locked_folder(part):
+            if any(part.iterdir()) or time.time() - part.stat().st_mtime > YOUNG:
+                forget(part)
+                shutil.rmtree(part, ignore_errors=True)
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    part.mkdir(parents=True)
+    try:
+        with _locked_folder(part):
+            try:
+                yield part
+            finally:
+                forget(part)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked_folder(folder: Path) -> Iterator[None]:
+    """Hold a lock on a folder; raises OSError if another process has it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _remove_abandoned(path: Path) -> None:

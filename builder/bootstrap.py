@@ -64,10 +64,14 @@ def pip_environment() -> dict[str, str]:
 
 
 def last_line(output: str) -> str:
-    """The line of a tool's output that says what went wrong: the last that names an error, else the last."""
+    """The line of a tool's output that says what went wrong: the last that names an error, else the last.
+
+    Where that is only the heading of a list ("1 error occurred:"), the last line.
+    """
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if line.lower().startswith("error") and not line.endswith("Exception:")]
-    return (errors or lines or ["no output"])[-1].removeprefix("ERROR: ")
+    line = (errors or lines or ["no output"])[-1]
+    return (lines[-1] if line.endswith(":") else line).removeprefix("ERROR: ")
 
 
 def _install(lock: Path, target: Path) -> None:

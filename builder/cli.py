@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from builder import bootstrap
+from builder.builders import BUILDERS, find_builder
 from builder.errors import BuildError, ImageProblem
 
 DIFFERENCE = 6
 COULD_NOT_CHECK = 3
-BUILDERS = ("docker", "buildah", "podman")
 EPILOG = """\
 exit statuses:
   0 done                                4 a patch does not apply or lacks something
@@ -192,6 +192,8 @@ def _find_builder(options: argparse.Namespace) -> tuple[str | None, str]:
     """Who will build the image, or None and why there will be none; raises ImageProblem where there must be one."""
     from builder import image
 
+    if options.base is not None:
+        image.check_base(options.base)
     if options.image == "no":
         return None, "--image no"
     try:
@@ -209,7 +211,7 @@ def _find_builder(options: argparse.Namespace) -> tuple[str | None, str]:
                 found="none",
                 do="give one, or use --image no",
             )
-        return image.find_builder(options.builder), ""
+        return find_builder(options.builder), ""
     except ImageProblem as problem:
         if options.image == "yes" or options.builder or options.base or options.full:
             raise

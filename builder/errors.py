@@ -33,3 +33,10 @@ class ImageProblem(BuildError):
     """No image could be built."""
 
     status = 5
+
+
+class StepProblem(ImageProblem):
+    """A step inside the image ended with this line, which says all."""
+
+    def __init__(self, line: str) -> None:
+        Exception.__init__(self, line)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from builder.distinfo import MANIFEST
 from builder.errors import BuildError, InputProblem
-from builder.layer import leave
+from builder.layer import leave, list_startup
 
 WHEELS, CLOSURE = "wheels", "closure.txt"
 
@@ -69,7 +69,7 @@ def main() -> int:
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.status
-    leave(digest)
+    leave(digest, list_startup())
     print(f"manifest sha256:{digest}")
     return 0
 

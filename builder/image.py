@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the container image from the Dockerfile with docker, buildah or podman, whichever can."""
+"""Builds the container image from the Dockerfile with docker, buildah or podman."""
 
-import contextlib
 import hashlib
 import json
 import re
 import shutil
-import subprocess
 import tarfile
-import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from builder.atomic import link
-from builder.bootstrap import last_line
-from builder.errors import ImageProblem
+from builder import store
+from builder.atomic import link, scratch
+from builder.builders import attempt, run
+from builder.errors import ImageProblem, UsageProblem
 from builder.fetch import fetch
 from builder.hashing import sha256_of
 from builder.inputs import Project
@@ -25,13 +22,6 @@ from builder.layer import DIGEST
 from builder.lockfile import Release
 from builder.pipeline import describe, read_closure
 
-BUILDERS = ("docker", "buildah", "podman")
-# what must succeed before a builder is taken: a command of that name alone says little
-_PROBES = {
-    "docker": (["docker", "buildx", "version"], ["docker", "info"]),
-    "buildah": (["buildah", "info"],),
-    "podman": (["podman", "info"],),
-}
 _COMMANDS = {
     "docker": ("docker", "buildx", "build"),
     # no intermediate images are left behind; OCI's configuration has no place for a health check
@@ -39,13 +29,7 @@ _COMMANDS = {
     "podman": ("podman", "build", "--layers=false", "--format", "docker"),
 }
 LABELS = {"MANIFEST": "vllm-ndt.manifest", "BASE_DIGEST": "org.opencontainers.image.base.digest"}
-_CREATE = {
-    "docker": ["docker", "create"],
-    "buildah": ["buildah", "from", "--pull-never"],
-    "podman": ["podman", "create", "--pull", "never"],
-}
 PLAIN = "docker.io/library/python:3.12-slim-bookworm"  # the base of an image with everything
-INSTALL = "install docker with buildx, buildah or podman, or use --image no"
 CONTEXT = ("Dockerfile", "VERSIONS.lock", "builder", "overlay", "patches", "tests/patches")
 
 
@@ -80,38 +64,17 @@ class Image:
         return f"{self.name.rpartition(':')[0]}@{self.digest}"
 
 
-def find_builder(wanted: str | None) -> str:
-    """The first builder that can build here, or the one that is wanted; raises ImageProblem if there is none."""
-    said = {}
-    for name in (wanted,) if wanted else BUILDERS:
-        said[name] = next((problem for probe in _PROBES[name] if (problem := _problem_with(probe))), "")
-        if not said[name]:
-            return name
-    found = "; ".join(f"{name}: {problem}" for name, problem in said.items())
-    raise ImageProblem("--image", expected="a builder of images", found=found, do=INSTALL)
-
-
-def _problem_with(probe: Sequence[str]) -> str:
-    if not shutil.which(probe[0]):
-        return "not installed"
-    try:
-        done = subprocess.run(probe, capture_output=True, text=True, check=False, timeout=60)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"`{' '.join(probe)}`: {error}"
-    return f"`{' '.join(probe)}`: {last_line(done.stderr or done.stdout)}" if done.returncode else ""
-
-
-def python_of(builder: str, base: str) -> str:
-    """The version, such as 3.12.7, of the command python3 of an image, which is pulled if it is not here."""
-    code = "import platform; print(platform.python_version())"
-    if builder != "buildah":
-        words = [builder, "run", "--rm", "--network", "none", "--entrypoint", "python3", base, "-c", code]
-        return _run(words).split()[-1]
-    container = _run(["buildah", "from", base]).split()[-1]
-    try:
-        return _run(["buildah", "run", "--network", "none", container, "--", "python3", "-c", code]).split()[-1]
-    finally:
-        _run(["buildah", "rm", container])
+def check_base(name: str) -> None:
+    """Raise UsageProblem unless a text can be the name of an image: labels have it, so an id will not do."""
+    if not re.fullmatch(r"[a-zA-Z0-9][\w.:/-]*(?:@sha256:[0-9a-f]{64})?", name) or re.search(
+        "//|^[0-9a-f]{12,}$", name
+    ):
+        raise UsageProblem(
+            "--base",
+            expected="the name of an image, such as docker.io/vllm/vllm-openai:v0.27.1",
+            found=repr(name),
+            do="give one, or leave --base out for upstream's",
+        )
 
 
 def prepare(
@@ -167,10 +130,12 @@ def build(
 ) -> Image:
     """Build the image in the folder that `prepare` made; raises ImageProblem with the builder's last words.
 
-    docker keeps what it made in its cache, so it is asked twice: for the manifest's digest, then for all.
+    Until it is whole it has no name, so the name stays what it was, and builds at the same time do not mix.
     """
     spec = describe(release, release.wheel_artefact(flavor, arch))
     name = f"localhost/vllm-ndt:{spec.version.replace('+', '-')}{'-full' if full else ''}"
+    store.pull_if_missing(builder, base.reference)
+    base_digest = store.digest_of(builder, base.reference)
     arguments = {
         "BASE_IMAGE": base.reference,
         "INPUTS": inputs,
@@ -179,28 +144,74 @@ def build(
         "RELEASE": release.version,
         "FLAVOR": flavor,
         "ARCH": arch,
-        "ORIGIN": base.reference,
+        "ORIGIN": base_digest,
         "VERSION": spec.version,
         "PATCHES": " ".join(row.name for row in release.patch),
         "SOURCE": f"sha256:{inputs}",
         "BASE_NAME": base.name.partition("@")[0],
     }
-    epoch = release.source_date_epoch
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        if builder == "docker":
-            if not base.digest and _problem_with(["docker", "image", "inspect", base.reference]):
-                _run(["docker", "pull", base.reference])  # what buildx pulls cannot be asked for its digest
-            _run(command(builder, folder, arguments, epoch, ["--target", "digest", "--output", f"type=local,dest={scratch}"]))  # noqa: E501  # fmt: skip
-            manifest = Path(scratch, DIGEST.name).read_text("utf-8").strip()
-            base_digest = base.digest or _image_digest(builder, base.reference)
-            labels = {"MANIFEST": manifest, "BASE_DIGEST": base_digest}
-            _run(command(builder, folder, arguments | labels, epoch, ["--tag", name]))
-        else:
-            part = f"{name}.part"  # the name stays what it was until all is done
-            _run(command(builder, folder, arguments, epoch, ["--tag", part]))
-            base_digest = base.digest or _image_digest(builder, base.reference)
-            manifest = _finish(builder, part, name, base_digest, Path(scratch, "image"))
-    return Image(name, _image_digest(builder, name), manifest, base_digest)
+    make = _with_docker if builder == "docker" else _without_docker
+    with scratch(folder, lambda part: _forget(builder, part)) as place:
+        image, digest, manifest = make(builder, folder, arguments, release.source_date_epoch, base_digest, name, place)
+    labelled = store.configuration(builder, image).labels.get(LABELS["MANIFEST"])
+    if labelled != manifest:
+        raise ImageProblem(name, expected=f"manifest {manifest} in its label", found=f"{labelled}", do="build it again")
+    if builder != "docker":
+        run([builder, "tag", image, name])
+    return Image(name, digest, manifest, base_digest)
+
+
+def _with_docker(
+    builder: str, folder: Path, arguments: dict[str, str], epoch: int, base_digest: str, name: str, place: Path
+) -> tuple[str, str, str]:
+    """The image's name, its digest and the manifest's. docker keeps what it made in its cache, so it is asked twice:
+    for the manifest's digest, then for all."""
+    run(command(builder, folder, arguments, epoch, ["--target", "digest", "--output", f"type=local,dest={place}"]))
+    manifest = (place / DIGEST.name).read_text("utf-8").strip()
+    labels = {"MANIFEST": manifest, "BASE_DIGEST": base_digest}
+    run(command(builder, folder, arguments | labels, epoch, ["--tag", name]))
+    return name, store.digest_of(builder, name), manifest
+
+
+def _without_docker(
+    builder: str, folder: Path, arguments: dict[str, str], epoch: int, base_digest: str, name: str, place: Path
+) -> tuple[str, str, str]:
+    """The image's id, its digest and the manifest's. Its containers are called by the base's name, so the base gets one
+    of this build's own: what the builder leaves behind can be told by it."""
+    own = _own_name(place)
+    run([builder, "tag", arguments["BASE_IMAGE"], own])
+    (place / "tmp").mkdir()
+    environment = {"TMPDIR": str(place / "tmp")}
+    words = command(builder, folder, arguments | {"BASE_IMAGE": own}, epoch, ["--iidfile", str(place / "id")])
+    run(words, log=place / "log", environment=environment)
+    return _finish(builder, _id(place), base_digest, place / "image", environment)
+
+
+def _own_name(place: Path) -> str:
+    """The base's name in a build with a scratch folder, by the folder's token."""
+    return f"localhost/vllm-ndt-build-{place.name.split('.')[-2]}:base"
+
+
+def _forget(builder: str, place: Path) -> None:
+    """Remove what a build with a scratch folder has in the builder's store: containers, unnamed images, its name."""
+    if builder == "docker":
+        return
+    log = (place / "log").read_text("utf-8", "replace") if (place / "log").exists() else ""
+    images = re.findall(r"FROM ([0-9a-f]{64})$", log, re.MULTILINE)  # of the first stage
+    prefixes = (_own_name(place).rpartition("/")[2].partition(":")[0], *(image[:12] for image in images))
+    listing = ["buildah", "containers", "--all"] if builder == "buildah" else ["podman", "ps", "--all", "--external"]
+    form = "{{.ContainerName}}" if builder == "buildah" else "{{.Names}}"
+    for container in attempt([*listing, "--format", form]).split():
+        if any(container.startswith(f"{prefix}-working-container") for prefix in prefixes):
+            attempt([*store.REMOVE[builder], container])
+    if (place / "id").exists():
+        images.append(_id(place))
+    for image in (*images, _own_name(place)):
+        attempt([builder, "rmi", image])
+
+
+def _id(place: Path) -> str:
+    return (place / "id").read_text("utf-8").strip().removeprefix("sha256:")
 
 
 def command(builder: str, folder: Path, arguments: dict[str, str], epoch: int, more: Sequence[str]) -> list[str]:
@@ -219,101 +230,16 @@ def command(builder: str, folder: Path, arguments: dict[str, str], epoch: int, m
     return [*words, *more, str(folder)]
 
 
-def _run(words: Iterable[str]) -> str:
-    words = list(words)
-    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    if done.returncode:
-        lines = [line.strip() for line in done.stdout.splitlines()]
-        ours = [line for line in lines if "error: " in line and "expected" in line]  # of builder.layer
-        found = ours[-1].partition("error: ")[2] if ours else last_line(done.stdout)
-        what = " ".join(words[:2])
-        raise ImageProblem(
-            what, expected="it to succeed", found=found, do=f"correct what it says, or run `{what}` by hand"
-        )
-    return done.stdout
-
-
-def _inspect(builder: str, name: str) -> Any:
-    if builder == "buildah":
-        return json.loads(_run(["buildah", "inspect", "--type", "image", name]))
-    return json.loads(_run([builder, "image", "inspect", name]))[0]
-
-
-def _image_digest(builder: str, name: str) -> str:
-    """The digest of an image that lies here."""
-    found = _inspect(builder, name)
-    if builder == "docker":
-        return str(next(iter(found.get("RepoDigests") or []), f"@{found['Id']}").partition("@")[2])
-    return str(found.get("FromImageDigest") or found.get("Digest"))
-
-
-def configuration(builder: str, name: str) -> tuple[dict[str, str], list[str]]:
-    """The labels and the entrypoint of an image that lies here; raises ImageProblem if it does not."""
-    found = _inspect(builder, name)
-    config = found["Docker"]["config"] if builder == "buildah" else found["Config"]
-    return dict(config.get("Labels") or {}), list(config.get("Entrypoint") or [])
-
-
-@contextlib.contextmanager
-def files(builder: str, name: str) -> Iterator[Path]:
-    """The folder with an image's files, to be read until the block ends; nothing of it is run."""
-    container = _run(_CREATE[builder] + [name]).split()[-1]
-    with contextlib.ExitStack() as stack:
-        stack.callback(_run, [builder, "rm", container])
-        if builder == "docker":
-            scratch = stack.enter_context(tempfile.TemporaryDirectory())
-            _export(container, Path(scratch))
-            yield Path(scratch)
-        else:
-            folder = _run([builder, "mount", container]).split()[-1]
-            stack.callback(_run, [builder, "umount", container])
-            yield Path(folder)
-
-
-def _export(container: str, folder: Path) -> None:
-    """Write what docker has of a container's Python packages for vllm to a folder."""
-    wanted = re.compile(r"(?:.*/)?python3[^/]*/[^/]*-packages/vllm(?:_ndt|-[^/]*)?(?:/.*)?")
-    with (
-        subprocess.Popen(["docker", "export", container], stdout=subprocess.PIPE) as run,
-        tarfile.open(fileobj=run.stdout, mode="r|") as archive,
-    ):
-        for member in archive:
-            if wanted.fullmatch(member.name):
-                archive.extract(member, folder, filter="data")
-    if run.returncode:
-        raise ImageProblem(
-            "docker export", expected="the container's files", found=f"status {run.returncode}", do="run it"
-        )
-
-
-def push(builder: str, image: Image, target: str, *, insecure: bool) -> str:
-    """Push an image to REGISTRY/NAME, with its version as tag; returns the digest that it has there.
-
-    Raises ImageProblem if the name is another image's by now.
-    """
-    if (found := _image_digest(builder, image.name)) != image.digest:
-        raise ImageProblem(image.name, expected=f"{image.digest}, as it was built", found=found, do="build it again")
-    tagged = f"{target}:{image.name.rpartition(':')[2]}"
-    if builder == "docker":
-        _run(["docker", "tag", image.name, tagged])
-        said = re.findall(r"digest: (sha256:[0-9a-f]{64})", _run(["docker", "push", tagged]))
-        if not said:
-            raise ImageProblem("docker push", expected="a digest", found="none", do="see `docker push`")
-        return str(said[-1])
-    with tempfile.TemporaryDirectory() as scratch:
-        digest = Path(scratch, "digest")
-        tls = [f"--tls-verify={str(not insecure).lower()}"]
-        _run([builder, "push", *tls, "--digestfile", str(digest), image.name, f"docker://{tagged}"])
-        return digest.read_text("utf-8").strip()
-
-
-def _finish(builder: str, part: str, name: str, base_digest: str, folder: Path) -> str:
-    """Complete the image `part` that buildah or podman built, by way of an empty folder; it is `name` then.
+def _finish(
+    builder: str, image: str, base_digest: str, folder: Path, environment: Mapping[str, str]
+) -> tuple[str, str, str]:
+    """Complete the image that buildah or podman built, by way of an empty folder, as a new one.
 
     What is only known now becomes labels; what differs from build to build goes: the names of the container it was made
-    in, and of the image before it. Returns the manifest's digest that the image's layer has.
+    in, and of the image before it. Returns the new one's id and digest, and the manifest's that the image's layer has.
     """
-    _run([builder, "push", part, f"dir:{folder}"])
+    plain = ["--disable-compression"] if builder == "buildah" else []  # podman's way; two ways would be two digests
+    run([builder, "push", *plain, image, f"dir:{folder}"], environment=environment)
     path = folder / "manifest.json"
     document = json.loads(path.read_text("utf-8"))
     manifest = _read_digest([folder / layer["digest"].removeprefix("sha256:") for layer in document["layers"]])
@@ -333,10 +259,8 @@ def _finish(builder: str, part: str, name: str, base_digest: str, folder: Path) 
     (folder / found).write_bytes(data)
     document["config"] |= {"digest": f"sha256:{found}", "size": len(data)}
     path.write_text(json.dumps(document, separators=(",", ":"), sort_keys=True), "utf-8")
-    _run([builder, "pull", f"dir:{folder}"])
-    _run([builder, "tag", found, name])
-    _run([builder, "rmi", part])
-    return manifest
+    run([builder, "pull", f"dir:{folder}"], environment=environment)
+    return found, f"sha256:{sha256_of(path)}", manifest
 
 
 def _read_digest(layers: Sequence[Path]) -> str:

@@ -6,15 +6,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from builder import deploy, image, provenance, sbom, wheelhouse
-from builder.atomic import replacing
+from builder import deploy, image, provenance, sbom, store, wheelhouse
+from builder.atomic import locked, replacing
 from builder.closure import read_pins
-from builder.errors import InputProblem
+from builder.errors import ImageProblem, InputProblem
 from builder.full import CLOSURE, WHEELS
 from builder.image import Base, Image
 from builder.inputs import Project
 from builder.lockfile import Release
-from builder.pipeline import describe
+from builder.pipeline import closure_file, describe
 
 RECORD = "image.json"
 
@@ -50,57 +50,64 @@ def build(
     """Build the image and write the files beside it; raises ImageProblem or InputProblem.
 
     With a `wheel`, it and its closure are installed on a plain Python; without, the base's own vllm is patched.
+    Builds into the same folder wait for each other.
     """
     default = Base(image.PLAIN, "") if wheel else Base(release.image["name"], release.image["digest"])
     base = Base(base_name, base_name.partition("@")[2]) if base_name else default
-    folder, more = out / "image", {}
-    closure = release.closure_of(flavor)
-    if wheel and closure:  # which pipeline.build found to be there
-        lock = project.locks / closure.file
-        wheels = wheelhouse.gather(lock, image.python_of(builder, base.reference), arch, cache, offline=offline)
-        more = {wheel.name: wheel, CLOSURE: lock, WHEELS: wheels}
-    inputs = image.prepare(project, release, flavor, arch, folder, cache, more, offline=offline)
-    made = image.build(release, flavor, arch, base, builder, folder, inputs, full=bool(wheel))
-    version = describe(release, release.wheel_artefact(flavor, arch)).version
-    pins = read_pins(folder / "pins.txt")
-    result = Made(made, base.reference, bool(base.digest), builder, version)
-    patches = [(row.name, row.sha256) for row in release.patch]
-    bill = sbom.bill_of_image(
-        name=made.name,
-        digest=made.digest,
-        version=version,
-        base=base.name,
-        base_digest=made.base,
-        upstream=release.version,
-        patches=patches,
-        pins=pins,
-        py_spy=release.packages["py-spy"],
-    )
-    statement = provenance.statement(made, base, release, flavor, arch, inputs, builder, wheel)
-    _write(out / f"{_stem(version)}.cdx.json", bill)
-    _write(out / f"{_stem(version)}.intoto.json", statement)
-    _write(out / RECORD, (json.dumps(result.as_dict(), indent=1) + "\n").encode())
-    deploy.render(
-        project.root / "deploy", out / "deploy", image=made.reference, version=version, manifest=made.manifest
-    )
-    return result
+    with locked(out / ".image.lock"):
+        folder, more = out / "image", {}
+        if wheel:
+            lock = closure_file(project, release, flavor)
+            wheels = wheelhouse.gather(lock, store.python_of(builder, base.reference), arch, cache, offline=offline)
+            more = {wheel.name: wheel, CLOSURE: lock, WHEELS: wheels}
+        inputs = image.prepare(project, release, flavor, arch, folder, cache, more, offline=offline)
+        made = image.build(release, flavor, arch, base, builder, folder, inputs, full=bool(wheel))
+        version = describe(release, release.wheel_artefact(flavor, arch)).version
+        pins = read_pins(folder / "pins.txt")
+        result = Made(made, base.reference, bool(base.digest), builder, version)
+        patches = [(row.name, row.sha256) for row in release.patch]
+        bill = sbom.bill_of_image(
+            name=made.name,
+            digest=made.digest,
+            version=version,
+            base=base.name,
+            base_digest=made.base,
+            upstream=release.version,
+            patches=patches,
+            pins=pins,
+            py_spy=release.packages["py-spy"],
+        )
+        statement = provenance.statement(made, base, release, flavor, arch, inputs, builder, wheel)
+        _write(out / f"{_stem(version)}.cdx.json", bill)
+        _write(out / f"{_stem(version)}.intoto.json", statement)
+        _write(out / RECORD, (json.dumps(result.as_dict(), indent=1) + "\n").encode())
+        deploy.render(
+            project.root / "deploy", out / "deploy", image=made.reference, version=version, manifest=made.manifest
+        )
+        return result
 
 
 def push(project: Project, out: Path, target: str, *, insecure: bool) -> str:
-    """Push the image that `build` made and put it by digest into the specifications; returns the reference."""
+    """Push the image that `build` made and put it by digest into the specifications; returns the reference.
+
+    Raises ImageProblem if its name is another image's by now.
+    """
+    store.check_target(target)
     try:
         record = json.loads((out / RECORD).read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        made = Image(*(str(record[key]) for key in ("name", "digest", "manifest", "base")))
+        builder, version = str(record["builder"]), str(record["version"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        found = f"no {error}" if isinstance(error, KeyError) else f"{error}"
         raise InputProblem(
-            str(out / RECORD), expected="the record of an image", found=f"{error}", do="build one: build.py --image yes"
+            str(out / RECORD), expected="the record of an image", found=found, do="build one: build.py --image yes"
         ) from None
-    made = Image(record["name"], record["digest"], record["manifest"], record["base"])
-    digest = image.push(record["builder"], made, target, insecure=insecure)
+    if (found := store.digest_of(builder, made.name)) != made.digest:
+        raise ImageProblem(made.name, expected=f"{made.digest}, as it was built", found=found, do="build it again")
+    digest = store.push(builder, made.name, target, insecure=insecure)
     reference = f"{target}@{digest}"
-    deploy.render(
-        project.root / "deploy", out / "deploy", image=reference, version=record["version"], manifest=made.manifest
-    )
-    for path in out.glob(f"{_stem(record['version'])}.intoto.json"):
+    deploy.render(project.root / "deploy", out / "deploy", image=reference, version=version, manifest=made.manifest)
+    for path in out.glob(f"{_stem(version)}.intoto.json"):
         _write(path, provenance.renamed(path.read_bytes(), target, digest))
     return reference
 

@@ -18,13 +18,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from builder import changeset, distinfo, lockfile
+from builder import changeset, distinfo, lockfile, startup
 from builder.distinfo import CHANGES, GENERATED, MANIFEST, SCRIPT_NAME, VERSION_MODULE, Build, Content, Rows
 from builder.errors import BuildError, InputProblem
 from builder.inputs import Project, check_series, read_inputs
 
 DIGEST = Path("usr/share/vllm-ndt/manifest.digest")
+STARTUP = Path("usr/share/vllm-ndt/startup")
 NO_STATISTICS = Path("etc/vllm/do_not_track")
+_OTHER_FLAVORS = ("ndt.", "cpu", "rocm", "xpu", "tpu")
 _CODE = (".py", ".pyc", ".so", ".pyd")
 
 
@@ -157,9 +159,16 @@ def _write(path: Path, data: bytes) -> None:
     part.replace(path)
 
 
-def leave(digest: str) -> None:
-    """Write what an image has beside vllm: the manifest's digest, and the file that turns usage statistics off."""
-    for path, text in ((DIGEST, f"sha256:{digest}\n"), (NO_STATISTICS, "")):
+def list_startup() -> str:
+    """What Python runs by itself in this image, beside vllm."""
+    root = Path("/")
+    return startup.write(startup.files(root, startup.python_folders(root)))
+
+
+def leave(digest: str, listed: str) -> None:
+    """Write what an image has beside vllm: the manifest's digest, the list of what Python runs by itself, and the file
+    that turns usage statistics off."""
+    for path, text in ((DIGEST, f"sha256:{digest}\n"), (STARTUP, listed), (NO_STATISTICS, "")):
         _write(Path("/", path), text.encode())
 
 
@@ -167,11 +176,19 @@ def _problem(where: Path, expected: str, found: str) -> InputProblem:
     return InputProblem(str(where), expected=expected, found=found, do="use upstream's image of this release as base")
 
 
-def _check_version(base: Base, release: str) -> None:
+def check_version(base: Base, release: str, flavor: str) -> None:
+    """Raise InputProblem unless the base is stock vLLM of the release and the flavor.
+
+    Upstream's image for CUDA is built apart from its wheel, and what stands after the `+` may be anything of its own.
+    """
     found = base.dist_info.removeprefix("vllm-").removesuffix(".dist-info")
     module = next((line for line in base.text(VERSION_MODULE).split("\n") if line.startswith("__version__ =")), "")
-    if found.partition("+")[0] != release or "+ndt." in found or f"'{found}'" not in module.replace('"', "'"):
-        raise _problem(base.site, f"stock vllm {release}", f"{found} ({VERSION_MODULE}: {module or 'no version'})")
+    local = found.partition("+")[2]
+    fits = local == "cpu" if flavor == "cpu" else not local.startswith(_OTHER_FLAVORS)
+    if found.partition("+")[0] != release or not fits or f"'{found}'" not in module.replace('"', "'"):
+        raise _problem(
+            base.site, f"stock vllm {release} for {flavor}", f"{found} ({VERSION_MODULE}: {module or 'no version'})"
+        )
 
 
 def main(arguments: list[str]) -> int:
@@ -191,17 +208,19 @@ def main(arguments: list[str]) -> int:
         if spec is None or spec.origin is None:
             raise _problem(Path(sys.prefix), f"vllm {release.version} in the image", "none")
         base = read_base(Path(spec.origin).parents[1])
-        _check_version(base, release.version)
+        check_version(base, release.version, options.flavor)
         changes = inputs.changes(set(base.recorded), base.read)
         changeset.check(changes, release.changed)
         pins = tuple((root / "pins.txt").read_text("utf-8").splitlines())
         build = Build(release.version, release.label, options.flavor, options.arch, release.source_date_epoch, release.commit, "")  # noqa: E501  # fmt: skip
         dropped = drop_bytecode(base, {*changes, VERSION_MODULE})
-        digest = apply(base, build, inputs.content(changes, pins), {"image": options.origin})
+        listed = list_startup()
+        origin = {"image": options.origin, "startup": hashlib.sha256(listed.encode()).hexdigest()}
+        digest = apply(base, build, inputs.content(changes, pins), origin)
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.status
-    leave(digest)
+    leave(digest, listed)
     if dropped:
         print(f"removed bytecode that was not its source's: {', '.join(dropped)}")
     print(f"vllm {build.version}, manifest sha256:{digest}, {CHANGES} names what changed")

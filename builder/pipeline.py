@@ -91,6 +91,11 @@ def describe(release: Release, artefact: Artefact) -> Build:
 
 def read_closure(project: Project, release: Release, flavor: str) -> tuple[str, ...]:
     """The flavor's locked requirements; raises InputProblem unless the file is the pinned one."""
+    return read_pins(closure_file(project, release, flavor))
+
+
+def closure_file(project: Project, release: Release, flavor: str) -> Path:
+    """The file of the flavor's locked requirements; raises InputProblem unless it is the pinned one."""
     closure = release.closure_of(flavor)
     if closure is None:
         raise InputProblem(
@@ -105,7 +110,7 @@ def read_closure(project: Project, release: Release, flavor: str) -> tuple[str, 
             found=found,
             do="restore the file",
         )
-    return read_pins(path)
+    return path
 
 
 def write_beside(out: Path, written: Written, release: Release, spec: Build, pins: tuple[str, ...]) -> None:

@@ -25,7 +25,13 @@ def write(wheels: Path, folder: Path) -> list[str]:
     """
     found = [path for path in sorted(wheels.glob("vllm-*+ndt.*.whl")) if ".cpu-" not in path.name]
     if not found:
-        raise InputProblem(str(wheels), expected="wheels of a build", found="none", do="run `python build.py` first")
+        cpu = any(wheels.glob("vllm-*+ndt.*.cpu-*.whl"))
+        raise InputProblem(
+            str(wheels),
+            expected="wheels of a build for CUDA",
+            found="those for the CPU alone, which are not indexed" if cpu else "none",
+            do="run `python build.py` first",
+        )
     project = folder / "vllm"
     metadata = {wheel: _metadata(wheel) for wheel in found}
     for wheel in found:

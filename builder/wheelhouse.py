@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fetches the wheels of a locked closure for a Python that need not be this one, into the cache."""
 
-import re
 import subprocess
 import sys
 import tempfile
@@ -11,6 +10,7 @@ from packaging.requirements import Requirement
 
 from builder.atomic import locked
 from builder.bootstrap import last_line, pip_environment
+from builder.closure import rows
 from builder.errors import InputProblem
 from builder.hashing import sha256_of
 
@@ -54,15 +54,12 @@ def requirements_for(text: str, python: str, arch: str) -> str:
         "python_version": ".".join(python.split(".")[:2]),
         "sys_platform": "linux",
     }
-    rows = []
-    for row in re.split(r"^(?=[^\s#])", text, flags=re.MULTILINE):
-        line, slash, hashes = row.partition("\\\n")
-        if not slash:
-            continue  # what stands before the first
-        requirement = Requirement(line)
-        if requirement.marker is None or requirement.marker.evaluate(environment):
-            rows.append(f"{requirement.name}{requirement.specifier} {slash}{hashes}")
-    return "".join(rows)
+    kept = []
+    for pin, hashes in rows(text):
+        requirement = Requirement(pin)
+        if hashes and (requirement.marker is None or requirement.marker.evaluate(environment)):
+            kept.append(f"{requirement.name}{requirement.specifier} \\\n{hashes}")
+    return "".join(kept)
 
 
 def _download(lock: Path, python: str, arch: str, folder: Path) -> None:

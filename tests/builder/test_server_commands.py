@@ -31,7 +31,12 @@ ADDRESSES = {
     "--uds /run/v.sock": "unix:/run/v.sock",
     "--ssl-keyfile k --ssl-certfile c": "https://127.0.0.1:8000/health",
     "--ssl_keyfile=a_k --ssl_certfile=c": "https://127.0.0.1:8000/health",
-    "--ssl-certfile c": "http://127.0.0.1:8000/health",
+    "--ssl-certfile c": "https://127.0.0.1:8000/health",
+    "--por 81 --hos 192.0.2.7 --ssl-certf c": "https://192.0.2.7:81/health",
+    "--config=/nowhere.yaml --conf /nowhere.yaml --port 81": "http://127.0.0.1:81/health",
+    "--host None --uds None": "http://127.0.0.1:8000/health",
+    "-dp 2": "http://127.0.0.1:8000/health",
+    "-dpm": "http://127.0.0.1:9256/health",
     "--data-parallel-multi-port-external-lb": "http://127.0.0.1:9256/health",
     "--data-parallel-multi-port-external-lb --data-parallel-supervisor-port 77 --port 8": "http://127.0.0.1:77/health",
     '--limit-mm-per-prompt {"image":4} --served-model-name port': "http://127.0.0.1:8000/health",
@@ -43,16 +48,41 @@ def test_address_follows_the_arguments(arguments: str) -> None:
     assert str(health.address(arguments.split())) == ADDRESSES[arguments]
 
 
-@pytest.mark.parametrize("arguments", ["--headless", "--grpc", "--port", "--config /nowhere.yaml"])
+NO_ADDRESSES = (
+    "--headless",
+    "--head",
+    "--grpc",
+    "--port",
+    "--port x",
+    "--port 0",
+    "--h x",
+    "--config /nowhere.yaml",
+    "m --config",
+    "--config a.yaml --config b.yaml",
+)
+
+
+@pytest.mark.parametrize("arguments", NO_ADDRESSES)
 def test_a_server_without_http_is_said(arguments: str) -> None:
     with pytest.raises(health.NoServer, match="expected"):
         health.address(arguments.split())
 
 
 def test_the_command_line_wins_over_a_config_file(tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text("port: 81\nhost: 192.0.2.7\nheadless: false\ncompilation-config:\n  level: 3\n")
+    (tmp_path / "c.yaml").write_text(
+        "port: 81\nhost: 192.0.2.7\nheadless: false\nuds: null\nmiddleware: [a, b]\nx: {y: 3}\n"
+    )
     where = health.address(["m", "--config", f"{tmp_path}/c.yaml", "--port", "82"])
     assert str(where) == "http://192.0.2.7:82/health"
+    (tmp_path / "c.yaml").write_text("ssl_certfile: c\ndata-parallel-multi-port-external-lb: true\n")
+    assert str(health.address(["--config", f"{tmp_path}/c.yaml"])) == "https://127.0.0.1:9256/health"
+
+
+@pytest.mark.parametrize("text", ["- port: 81", "", "81: port", "port: {", "\x00"])
+def test_a_config_file_that_is_none_is_said_in_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(health.NoServer, match=r"the server's --config .*c\.yaml, found [^\n]+$"):
+        health.address(["--config", f"{tmp_path}/c.yaml"])
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -329,6 +359,7 @@ def test_what_is_not_the_build_is_not_started(verdict: str) -> None:
     assert refused
     assert refused[0] == REFUSED[verdict][0]
     assert refused[1][0].startswith("not started")
+    assert ("could not be checked" in refused[1][0]) == (verdict == verify.UNKNOWN)
     assert refused[1][-1] == "  vllm/x.py: changed"
 
 

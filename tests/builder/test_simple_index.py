@@ -91,5 +91,8 @@ def test_pip_and_uv_take_the_wheel_from_it(address: str, built: Toy, uv: str, tm
 def test_a_folder_without_wheels_is_one_line(toy: Toy, tmp_path: Path) -> None:
     done = toy.run("index", str(tmp_path / "simple"), "--out", str(tmp_path))
     assert done.returncode == 3
-    assert "expected wheels of a build, found none" in done.stderr
+    assert "expected wheels of a build for CUDA, found none" in done.stderr
+    (tmp_path / "vllm-0.27.1+ndt.1.cpu-cp38-abi3-manylinux_2_28_x86_64.whl").touch()
+    done = toy.run("index", str(tmp_path / "simple"), "--out", str(tmp_path))
+    assert "found those for the CPU alone, which are not indexed" in done.stderr
     assert not (tmp_path / "simple").exists()

@@ -83,6 +83,8 @@ def test_doctor_finds_no_fault_here(patched: Path, tmp_path: Path) -> None:
     assert findings["own files"]["level"] == "good"
     assert findings["usage statistics"]["level"] == "good"
     assert report["manifest"].startswith("sha256:")
-    wrong = subprocess.run([*command, "--expect", f"sha256:{'0' * 64}"], capture_output=True, text=True, env=environment(tmp_path), check=False)  # noqa: E501  # fmt: skip
+    wrong = subprocess.run([*command, "--expect", f"sha256:{'0' * 64}"], capture_output=True, text=True, env=environment(tmp_path), check=False)  # fmt: skip
     assert wrong.returncode == 2
-    assert {"expected build"} <= {one["name"] for one in json.loads(wrong.stdout)["findings"] if one["level"] == "fault"}
+    assert {"expected build"} <= {
+        one["name"] for one in json.loads(wrong.stdout)["findings"] if one["level"] == "fault"
+    }

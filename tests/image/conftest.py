@@ -5,12 +5,15 @@ The dependency closure is mounted when a container runs, where the base looks fo
 a store of the tests' own.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,16 +82,50 @@ class Store:
         words = ["podman", "run", "--rm", "--network=none", f"--entrypoint={command[0]}", image, *command[1:]]
         return self.run(*words, check=check)
 
-    def build(
-        self, out: Path, *words: str, check: bool = True, name: str | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        """Run build.py for the CPU flavor; `name`: a further name for the image, which no other build takes away."""
+    def command(self, out: Path, *words: str) -> list[str]:
+        """build.py for the CPU flavor."""
         command = [sys.executable, "build.py", "--flavor", "cpu", "--image", "yes", "--out", str(out), "--json"]
-        with locked(self.folder / ".build.lock"):
-            done = self.run(*command, "--cache", str(self.cache), *words, check=check)
+        return [*command, "--cache", str(self.cache), *words]
+
+    def build(
+        self, out: Path, *words: str, check: bool = True, name: str | None = None, locking: bool = True
+    ) -> subprocess.CompletedProcess[str]:
+        """Run build.py; `name`: a further name for the image, which no other build takes away."""
+        with locked(self.folder / ".build.lock") if locking else contextlib.nullcontext():
+            done = self.run(*self.command(out, *words), check=check)
             if name:
                 self.run("podman", "tag", json.loads(done.stdout)["image"]["name"], name)
         return done
+
+    @contextlib.contextmanager
+    def building(self, out: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+        """A run of build.py, in a group of its own, whose image's first layer is just being made."""
+        command = self.command(out, *words)
+        with (
+            locked(self.folder / ".build.lock"),
+            subprocess.Popen(
+                command, env=self.environment, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL
+            ) as run,
+        ):
+            try:
+                end = time.monotonic() + 120
+                while not any("RUN" in log.read_text() for log in out.glob(".image.*.part/log")):
+                    assert run.poll() is None
+                    assert time.monotonic() < end
+                    time.sleep(0.1)
+                time.sleep(1)
+                yield run
+            finally:
+                run.kill()
+
+    def left(self) -> tuple[set[str], ...]:
+        """What builders may leave behind: containers, images and their names, mounts, temporary folders."""
+        containers = self.run("buildah", "containers", "--all", "--quiet").stdout
+        images = self.run("buildah", "images", "--all", "--no-trunc", "--format", "{{.Name}}:{{.Tag}}").stdout
+        mounts = [line for line in Path("/proc/mounts").read_text().splitlines() if f" {self.folder}/" in line]
+        # a finished image takes the name of the one before, which then has none
+        names = {line for line in images.split() if "none" not in line}
+        return set(containers.split()), names, set(mounts), set(os.listdir("/var/tmp"))  # noqa: S108
 
     def base(self, name: str, folder: Path, text: str) -> str:
         """Build an image of a Containerfile's text in a folder; returns its name."""

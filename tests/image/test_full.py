@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from builder import image, wheelhouse
+from builder import store as images
 from builder.errors import ImageProblem, InputProblem
 from builder.full import CLOSURE, WHEELS, missing
 from builder.hashing import sha256_of
@@ -90,7 +91,7 @@ def test_wheels_that_cannot_be_had_are_said(lock: Path, tmp_path: Path) -> None:
 def test_the_python_of_an_image_is_asked(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in store.environment.items():
         monkeypatch.setenv(key, value)
-    assert [image.python_of(builder, PLAIN) for builder in ("buildah", "podman")] == ["3.11.2", "3.11.2"]
+    assert [images.python_of(builder, PLAIN) for builder in ("buildah", "podman")] == ["3.11.2", "3.11.2"]
 
 
 def test_it_holds_the_wheel_and_the_closure(store: Store, made: image.Image, release: Release) -> None:
