@@ -44,7 +44,7 @@ def make_trees(project: Project, release: Release, arch: str, cache: Path, uv: P
 def run_pytest(
     project: Project, release: Release, dev: Path, uv: Path, trees: Trees | None, cache: Path, arguments: list[str]
 ) -> bool:
-    """Run the tests that need no engine, then, if there are trees, the others, three files at a time; or what is asked.
+    """Run the tests that need no engine, then, if there are trees, the others, two files at a time; or what is asked.
 
     Returns whether all passed.
     """
@@ -54,8 +54,8 @@ def run_pytest(
     runs = [arguments] if arguments else [["--numprocesses=auto", "tests/builder"]]
     if trees:
         environment |= {"STOCK_PYTHON": str(trees.stock), "PATCHED_PYTHON": str(trees.patched)}
-        # an engine's start is one core's work, and many a test waits; a file's tests share their servers
-        runs += [] if arguments else [["--numprocesses=3", "--dist=loadfile", "tests", "--ignore=tests/builder"]]
+        # an engine's start is one core's work; a file's tests share their servers
+        runs += [] if arguments else [["--numprocesses=2", "--dist=loadfile", "tests", "--ignore=tests/builder"]]
     passed = True
     for run in runs:
         command = [sys.executable, "-m", "pytest", *run]

@@ -503,6 +503,7 @@ def test_nothing_is_left_of_an_interrupted_check(number: signal.Signals, tmp_pat
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=heed_signals,
     )
     pids = until(lambda: [int(word) for log in folder.glob("*/log") for word in log.read_text().split()[1:3]])
     assert len(pids) == 2
@@ -530,6 +531,12 @@ def test_what_is_ignored_does_not_interrupt(tmp_path: Path) -> None:
     process.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=30)[1] == "error: interrupted by SIGTERM; nothing was written\n"
+
+
+def heed_signals() -> None:
+    """Whoever runs the tests may ignore these, as nohup does, and children inherit that."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def until(look: Callable[[], Any]) -> Any:
