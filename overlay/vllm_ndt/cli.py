@@ -15,9 +15,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import NoReturn
 
 from vllm_ndt import doctor_cli, health, nan_check, serve, verify
+from vllm_ndt.streams import say
 
 SERVE = "serve"
 HEALTH = "health"
@@ -233,13 +234,13 @@ def _nan_check(given: argparse.Namespace) -> int:
                 except nan_check.CannotRun as error:
                     problem = problem or str(error)
             if text:
-                problem = _print(text, sys.stdout) or problem
+                problem = say(text, sys.stdout) or problem
     except _Interrupted as stop:
         problem, report = f"interrupted by {stop}; {written} was written", None
     except Exception as error:
         problem, report = _problem(error), None
     if problem or report is None:
-        _print(f"error: {problem}", sys.stderr)
+        say(f"error: {problem}", sys.stderr)
         return nan_check.CANNOT
     return report.status
 
@@ -281,20 +282,6 @@ def _open_closed() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-
-
-def _print(text: str, stream: TextIO) -> str:
-    """Print to a stream; gives why that failed, or "", also where nobody reads it."""
-    encoding = stream.encoding or "ascii"
-    try:
-        print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
-        return ""
-    except OSError as error:
-        # Python must not try again when it ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        if error.errno in (errno.EPIPE, errno.EBADF):
-            return ""
-        return f"expected a stdout that takes the report, found: {error.strerror}; send it elsewhere"
 
 
 def _look_at_place(path: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from vllm_ndt import doctor, verify
 from vllm_ndt.doctor_findings import GOOD, Finding
 from vllm_ndt.doctor_flags import FlagError
+from vllm_ndt.streams import say
 
 NAME = "doctor"
 _WIDE = 100  # from here on the findings stand in columns
@@ -41,10 +42,10 @@ def run_doctor(options: argparse.Namespace, flags: Sequence[str] = ()) -> int:
     except Exception as error:  # Python would exit with 1, and that says warnings
         text = str(error) if isinstance(error, FlagError) else f"{type(error).__name__}: {error}"
         if options.json:
-            _print(json.dumps(doctor.failed(text)), sys.stdout)
-        _print(f"error: {text}", sys.stderr)
+            say(json.dumps(doctor.failed(text)), sys.stdout)
+        say(f"error: {text}", sys.stderr)
         return doctor.CANNOT
-    _print(json.dumps(report.as_dict()) if options.json else "\n".join(lines(report, _width())), sys.stdout)
+    say(json.dumps(report.as_dict()) if options.json else "\n".join(lines(report, _width())), sys.stdout)
     return report.status
 
 
@@ -88,18 +89,3 @@ def _width() -> int:
         return shutil.get_terminal_size().columns if os.isatty(1) else 240
     except OSError:
         return 240
-
-
-def _print(text: str, stream: Any) -> None:
-    """To a stream that may be closed, or have another encoding; the exit status still says what was found."""
-    if stream is None:
-        return
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    try:
-        stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
-        stream.flush()
-    except (OSError, ValueError):
-        try:  # nobody reads it: Python must not try again when it ends
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        except (OSError, ValueError):
-            return

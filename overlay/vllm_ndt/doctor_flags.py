@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from vllm_ndt.health import dashed
+
 TRUE = ("1", "ON", "YES", "TRUE")  # what huggingface_hub takes for true, in any case
 
 
@@ -105,12 +107,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--language-model-only", action="store_true")
     for name, short in (("tensor", "-tp"), ("pipeline", "-pp"), ("data", "-dp")):
         parser.add_argument(f"--{name}-parallel-size", short, type=int, default=1)
-    # upstream's parser takes --tensor_parallel_size for --tensor-parallel-size
-    words = [
-        word.replace("_", "-", word.partition("=")[0].count("_")) if word.startswith("--") else word
-        for word in arguments
-    ]
-    return parser.parse_known_args(words)[0]
+    return parser.parse_known_args(dashed(arguments))[0]
 
 
 def _from_file(path: str) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_ndt import doctor_child, fatbin, nvml
+from vllm_ndt import child, fatbin, nvml
 from vllm_ndt.doctor_findings import FAULT, GOOD, UNCHECKED, WARNING, Finding, listed
 from vllm_ndt.fatbin import Arch
 from vllm_ndt.nvml import Answer, Gpu
@@ -182,8 +182,8 @@ def read_log(limit: float = 5.0) -> Log:
     why = []
     for command in (["journalctl", "--dmesg", "--boot", "--no-pager", "--quiet", "--output=cat"], ["dmesg"]):
         try:
-            status, text = doctor_child.run(command, limit)
-        except (OSError, doctor_child.GaveUp) as error:
+            status, text = child.run(command, limit)
+        except (OSError, child.GaveUp) as error:
             why.append(f"{command[0]}: {getattr(error, 'strerror', None) or error}")
             continue
         if status == 0 and text.strip():

@@ -5,12 +5,11 @@ import contextlib
 import os
 import re
 import resource
-import shutil
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_ndt import stacks
 from vllm_ndt.doctor_findings import FAULT, GOOD, UNCHECKED, WARNING, Finding
 
 _PTRACE = 19  # CAP_SYS_PTRACE
@@ -102,14 +101,14 @@ def limits(soft: Mapping[str, int | None], processes: int) -> list[Finding]:
 
 
 def read_tracing() -> Tracing:
-    """What decides on ptrace, and where py-spy lies: on the path, or beside this Python."""
+    """What decides on ptrace, and where py-spy lies."""
     scope, capability = None, False
     with contextlib.suppress(OSError, ValueError):
         scope = int(Path(_SCOPE).read_text())
     with contextlib.suppress(OSError):
         found = re.search(r"^CapEff:\s*([0-9a-f]+)", Path("/proc/self/status").read_text(), re.MULTILINE)
         capability = bool(found and int(found[1], 16) >> _PTRACE & 1)
-    return Tracing(scope, capability, shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent)) or "")  # noqa: E501  # fmt: skip
+    return Tracing(scope, capability, stacks.py_spy() or "")
 
 
 def read_memory(path: str = _SHM) -> Memory:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_ndt import doctor_child, settings
+from vllm_ndt import child, settings
 from vllm_ndt.doctor_findings import GOOD, UNCHECKED, WARNING, Finding
 
 LIMIT = 300.0  # seconds
@@ -88,9 +88,9 @@ def _cache(name: str, report: Mapping[str, Any], environ: Mapping[str, str]) -> 
 def read_budget(arguments: Sequence[str], limit: float = LIMIT) -> Budget:
     """Make vLLM's configuration of the flags in a process that is given up after `limit` seconds; raises nothing."""
     try:
-        found = json.loads(doctor_child.call("doctor_serving", arguments, limit))
+        found = json.loads(child.call("doctor_serving", arguments, limit))
         return Budget(found["report"], found["warning"], found["room"], found["problem"], found["no_device"])
-    except doctor_child.GaveUp as error:
+    except child.GaveUp as error:
         return Budget(problem=f"vLLM's configuration: {error}")
     except (OSError, ValueError, KeyError, TypeError):
         return Budget(problem="expected vLLM's configuration, and the process that makes it ended; see encoder-budget")

@@ -92,9 +92,7 @@ def address(arguments: Sequence[str]) -> Address:
     parser.add_argument("--data-parallel-multi-port-external-lb", "-dpm", action="store_true")
     for name in ("headless", "grpc"):
         parser.add_argument(f"--{name}", action="store_true")
-    # --ssl_keyfile is --ssl-keyfile
-    words = [word.replace("_", "-", word.partition("=")[0].count("_")) if word[:2] == "--" else word for word in _with_config(arguments)]  # noqa: E501  # fmt: skip
-    given = parser.parse_known_args(words)[0]
+    given = parser.parse_known_args(dashed(_with_config(arguments)))[0]
     if given.headless or given.grpc:
         raise NoServer(f"expected a server with HTTP, found {'--headless' if given.headless else '--grpc'}")
     port = given.data_parallel_supervisor_port if given.data_parallel_multi_port_external_lb else given.port
@@ -102,6 +100,14 @@ def address(arguments: Sequence[str]) -> Address:
         raise NoServer("expected a port that is known, found 0")
     host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(given.host or "", given.host)  # noqa: S104
     return Address(host, port, given.uds, (given.ssl_certfile, given.ssl_keyfile) if given.ssl_certfile else None)
+
+
+def dashed(arguments: Sequence[str]) -> list[str]:
+    """Arguments as upstream's parser reads them: --ssl_keyfile is --ssl-keyfile."""
+    return [
+        word.replace("_", "-", word.partition("=")[0].count("_")) if word.startswith("--") else word
+        for word in arguments
+    ]
 
 
 def _optional(text: str) -> str | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_ndt import doctor_child
+from vllm_ndt import child
 
 LIMIT = 5.0  # seconds
 READ, ABSENT, FAILED, HUNG = "read", "absent", "failed", "hung"
@@ -50,10 +50,10 @@ def read(limit: float = LIMIT, source: Path | None = None) -> Answer:
     """
     source = source or _of_vllm()
     try:
-        found = json.loads(doctor_child.call("nvml", [str(source)] if source else [], limit))
+        found = json.loads(child.call("nvml", [str(source)] if source else [], limit))
         gpus = tuple(Gpu(one["index"], one["name"], one["memory"], tuple(one["capability"])) for one in found["gpus"])
         return Answer(found["state"], found["why"], found["driver"], gpus, tuple(found["lost"]))
-    except doctor_child.GaveUp as error:
+    except child.GaveUp as error:
         return Answer(HUNG, str(error))
     except (OSError, ValueError, KeyError, TypeError) as error:
         return Answer(FAILED, f"no answer that can be read ({type(error).__name__})")

@@ -120,7 +120,10 @@ class Progress:
         self._moves = self._empty_steps = 0
         self._told = 0.0
         self._resting = True
-        self._same = _same_build(core)
+        # what every report has; without a limit there are none, and nobody is asked
+        self._same: Report = {}
+        if limit:
+            self._same = {"pid": os.getpid(), "host": socket.gethostname(), "manifests": _manifests(core)}
         self.report: Report = {}
         if limit:
             threading.Thread(target=self._watch, name="ndt-stall", daemon=True).start()
@@ -163,8 +166,6 @@ class Progress:
             "kv_cache_usage": round(scheduler.get_kv_cache_usage(), 4),
             "encoder_cache": _encoder_cache(scheduler),
             "empty_steps": self._empty_steps,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
             **self._same,
         }
         for client in self._clients:
@@ -211,12 +212,12 @@ def _encoder_cache(scheduler: Any) -> Report:
     return {"size": size, "held": size - manager.num_freeable_slots, "holders": holders[:NAMED]}
 
 
-def _same_build(core: Any) -> Report:
-    """This engine's build by its manifest's digest, and whether its workers, maybe on other nodes, have another."""
+def _manifests(core: Any) -> list[str]:
+    """The builds of this engine and its workers, maybe on other nodes, by their manifests' digests."""
     digests = {own_build()[1]}
     if core.vllm_config.parallel_config.world_size > 1:
         digests |= set(core.model_executor.collective_rpc(_workers_digest))
-    return {"manifest": own_build()[1], "manifests": sorted(digests)}
+    return sorted(digests)
 
 
 def _workers_digest(_worker: Any) -> str:

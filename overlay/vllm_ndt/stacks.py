@@ -15,6 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from vllm_ndt import child
+
 SIGNAL = signal.SIGUSR2
 _SECONDS = 10.0  # for py-spy
 
@@ -41,18 +43,23 @@ def of_engine(pid: int | None, host: str | None) -> str:
     return "\n".join(f"Stacks of process {one} ({_title(one)}): {of_process(one)}" for one in (pid, *children))
 
 
+def py_spy() -> str | None:
+    """Where py-spy lies: on the path, or beside this Python."""
+    return shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
+
+
 def of_process(pid: int) -> str:
     """py-spy's words, or where to look for the process's own."""
     problem = "py-spy is not installed"
-    command = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
+    command = py_spy()
     if command:
         try:
             asked = [command, "dump", "--nonblocking", "--pid", str(pid)]
-            done = subprocess.run(asked, capture_output=True, text=True, timeout=_SECONDS)
-            if done.returncode == 0:
-                return done.stdout
-            problem = "py-spy: " + (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        except (OSError, subprocess.TimeoutExpired) as error:
+            status, text = child.run(asked, _SECONDS, stderr=subprocess.STDOUT)
+            if status == 0:
+                return text
+            problem = "py-spy: " + (text.strip().splitlines() or ["no reason given"])[-1]
+        except (OSError, child.GaveUp) as error:
             problem = f"py-spy: {error}"
     if not _catches(pid):
         return f"none ({problem}; no handler of signal {SIGNAL.name})"

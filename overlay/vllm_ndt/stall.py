@@ -20,13 +20,12 @@ Report = dict[str, Any]
 class Engine:
     """One engine, judged with a limit in seconds; `report` is the last one, or empty.
 
-    `stalled` says that it stands still, `starving` that it goes on but leaves requests behind.
+    `stalled` says that it stands still.
     """
 
     limit: float
     report: Report = field(default_factory=dict)
     stalled: bool = False
-    starving: bool = False
     silent: float = 0.0
     """Seconds for which it was waited for and nothing moved."""
     waited_for: int = 0
@@ -60,7 +59,6 @@ class Engine:
                 self.silent = 0.0
         self._moved = False
         self.stalled = self.silent >= self.limit or bool(self.report.get("churning"))
-        self.starving = bool(self.report.get("starved"))
 
     def why(self) -> str:
         """One clause that says why it counts as stalled."""

@@ -2,11 +2,10 @@
 """What the log says of an engine that stands still, or that leaves requests behind."""
 
 import json
-import subprocess
 import threading
 from typing import Any
 
-from vllm_ndt import stacks
+from vllm_ndt import child, stacks
 from vllm_ndt.stall import Engine, Report
 
 _SECONDS = 5.0  # for nvidia-smi, which hangs where a GPU is lost
@@ -27,6 +26,7 @@ class Log:
 
     def note(self, engine: Engine) -> None:
         """Log what changed since the last look; does not wait for GPUs or stacks."""
+        starving = bool(engine.report.get("starved"))
         self._worst = max(self._worst, engine.silent) if engine.stalled else self._worst
         if engine.stalled and not self._stalled:
             head = f"Engine {self._index} stands still: {engine.why()} (VLLM_NDT_STALL_SECONDS={self._limit:g})."
@@ -35,12 +35,12 @@ class Log:
         elif self._stalled and not engine.stalled:
             self._logger.warning("Engine %d moves again, or is idle, after %.0f s.", self._index, self._worst)
             self._worst = 0.0
-        elif engine.starving and not self._starving and not engine.stalled:
+        elif starving and not self._starving and not engine.stalled:
             self._logger.warning(
                 "Engine %d goes on, but %d requests have made no progress for %g s. %s",
                 *(self._index, engine.report["starved"], self._limit, details(engine.report)),
             )
-        self._stalled, self._starving = engine.stalled, engine.starving
+        self._stalled, self._starving = engine.stalled, starving
 
     def _tell(self, head: str, report: Report) -> None:
         self._logger.error("%s %s", head, details({**report, "gpus": gpu_use()}))
@@ -50,21 +50,21 @@ class Log:
 
 def details(report: Report) -> str:
     """A report as one line of JSON, without what only the judge needs."""
-    left_out = {"moves", "unfinished", "manifest", "manifests"}
+    left_out = {"moves", "unfinished", "manifests"}
     return json.dumps({name: value for name, value in report.items() if name not in left_out})
 
 
 def gpu_use() -> list[str]:
     """Each GPU's index, use and memory in nvidia-smi's words, or one word about why there is none."""
     try:
-        done = subprocess.run(_GPU, capture_output=True, text=True, timeout=_SECONDS, check=True)
+        status, text = child.run(_GPU, _SECONDS)
     except FileNotFoundError:
         return []
-    except subprocess.TimeoutExpired:
+    except child.GaveUp:
         return [f"nvidia-smi did not answer in {_SECONDS:.0f} s"]
-    except (OSError, subprocess.CalledProcessError) as error:
+    except OSError as error:
         return [f"nvidia-smi failed: {error}"]
-    return done.stdout.splitlines()
+    return [f"nvidia-smi failed: exit status {status}"] if status else text.splitlines()
 
 
 def front_end_of_its_own(name: str, logs_itself: bool) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from vllm_ndt import (
     doctor,
-    doctor_child,
+    child,
     doctor_cli,
     doctor_flags,
     doctor_gpu,
@@ -443,8 +443,8 @@ def test_nvml_that_fails(tmp_path: Path, init: str, expected: Answer) -> None:
 def test_a_process_that_is_given_up_takes_its_children_along(tmp_path: Path) -> None:
     path = tmp_path / "alive"
     script = f"sleep 2; touch {path}"
-    with pytest.raises(doctor_child.GaveUp):
-        doctor_child.run(["sh", "-c", f"({script}) & wait"], 0.5)
+    with pytest.raises(child.GaveUp):
+        child.run(["sh", "-c", f"({script}) & wait"], 0.5)
     time.sleep(2.5)
     assert not path.exists()
 
@@ -796,7 +796,7 @@ def test_a_run_imports_neither_vllm_nor_torch() -> None:
     code = (
         "import sys; from vllm_ndt import doctor; doctor.run({}); print(sorted({'torch', 'vllm'} & set(sys.modules)))"
     )
-    assert doctor_child.run([sys.executable, "-c", code], 300) == (0, "[]\n")
+    assert child.run([sys.executable, "-c", code], 300) == (0, "[]\n")
 
 
 def test_a_table_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,16 +21,17 @@ def call(module: str, arguments: Sequence[str], limit: float) -> str:
     return run([sys.executable, "-c", _CODE.format(module), *arguments], limit)[1]
 
 
-def run(command: Sequence[str], limit: float) -> tuple[int, str]:
-    """A command's exit status and output; raises GaveUp after `limit` seconds, OSError if there is no such command.
+def run(command: Sequence[str], limit: float, stderr: int = subprocess.DEVNULL) -> tuple[int, str]:
+    """A command's exit status and output, with stderr where that is STDOUT.
 
+    Raises GaveUp after `limit` seconds, OSError if there is no such command.
     Nobody waits for a process that does not even end when it is killed.
     """
     process = subprocess.Popen(
         list(command),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=stderr,
         start_new_session=True,
     )
     try:
