@@ -69,6 +69,11 @@ def environment(home: Path, **more: str) -> dict[str, str]:
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "LC_ALL": "C.UTF-8",
+        # engines side by side must not be bound to one core
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # what upstream learns of its model classes, by their files' hashes: a process a start less
+        "VLLM_CACHE_ROOT": os.environ["BUILD_CACHE"] + "/vllm",
     } | more
 
 

@@ -253,7 +253,8 @@ def test_an_engine_of_empty_steps_names_who_holds_what(patched: Path, deepstack_
 
 
 def test_of_two_engines_the_stopped_one_is_named(patched: Path, text_model: Path, tmp_path: Path) -> None:
-    flags = ["--max-model-len", "4096", "--data-parallel-size", "2"]
+    # one API server, which then has requests at both: each judges by its own requests
+    flags = ["--max-model-len", "4096", "--data-parallel-size", "2", "--api-server-count", "1"]
     with serving(patched, text_model, tmp_path, *flags, **SERVER | {"VLLM_CPU_KVCACHE_SPACE": "1"}) as two:
         (process,) = processes(two, "VLLM::EngineCore_DP1")
         os.kill(process, signal.SIGSTOP)
