@@ -257,18 +257,17 @@ def test_of_two_engines_the_stopped_one_is_named(patched: Path, text_model: Path
     flags = ["--max-model-len", "4096", "--data-parallel-size", "2", "--api-server-count", "1"]
     with serving(patched, text_model, tmp_path, *flags, **SERVER | {"VLLM_CPU_KVCACHE_SPACE": "1"}) as two:
         (process,) = processes(two, "VLLM::EngineCore_DP1")
-        os.kill(process, signal.SIGSTOP)
-        try:
-            with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            os.kill(process, signal.SIGSTOP)
+            try:
                 answers = [pool.submit(ask, two) for _ in range(4)]
                 # the other one's first step may take as long
                 assert until(lambda: health(two)[1].startswith("engine 1 stands still"))
                 assert health(two)[0] == 503
                 assert (gauge(two, "ndt_engine_stalled", 0), gauge(two, "ndt_engine_stalled", 1)) == (0, 1)
+            finally:
                 os.kill(process, signal.SIGCONT)
-                assert [answer.result() for answer in answers] == [5] * 4
-        finally:
-            os.kill(process, signal.SIGCONT)
+            assert [answer.result() for answer in answers] == [5] * 4
         assert until(lambda: health(two) == (200, ""))
 
 
