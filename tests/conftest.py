@@ -9,17 +9,20 @@ import pytest
 collect_ignore = [] if os.environ.get("TREE") else ["patches", "gpu"]
 
 
+def given(name: str) -> str:
+    """A variable that `build.py test` sets."""
+    value = os.environ.get(name, "")
+    assert value, "run the tests through build.py test"
+    return value
+
+
 @pytest.fixture(scope="session")
 def uv() -> str:
     """The pinned uv."""
-    path = os.environ.get("UV", "")
-    assert path, "run the tests through build.py test"
-    return path
+    return given("UV")
 
 
 @pytest.fixture(scope="session")
 def cache() -> Path:
     """The cache of the build that runs the tests: real artefacts and tools."""
-    path = os.environ.get("BUILD_CACHE", "")
-    assert path, "run the tests through build.py test"
-    return Path(path)
+    return Path(given("BUILD_CACHE"))

@@ -8,19 +8,21 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import given
+
 PATCH_TESTS = Path(__file__).resolve().parents[1] / "patches"
 
 
 @pytest.fixture(scope="session")
 def stock() -> Path:
     """The Python of the environment with the stock control."""
-    return _python("STOCK_PYTHON")
+    return Path(given("STOCK_PYTHON"))
 
 
 @pytest.fixture(scope="session")
 def patched() -> Path:
     """The Python of the environment with the patched wheel."""
-    return _python("PATCHED_PYTHON")
+    return Path(given("PATCHED_PYTHON"))
 
 
 @pytest.fixture(scope="session")
@@ -72,12 +74,6 @@ def environment(home: Path, **more: str) -> dict[str, str]:
         # engines side by side must not be bound to one core
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        # what upstream learns of its model classes, by their files' hashes: a process a start less
-        "VLLM_CACHE_ROOT": os.environ["BUILD_CACHE"] + "/vllm",
+        # what upstream learns of its model classes in a process of its own at each first start; a new wheel starts anew
+        "VLLM_CACHE_ROOT": str(Path(given("PATCHED_PYTHON")).parents[1] / "vllm"),
     } | more
-
-
-def _python(name: str) -> Path:
-    path = os.environ.get(name, "")
-    assert path, "run the tests through build.py test"
-    return Path(path)

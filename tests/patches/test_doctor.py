@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from vllm_ndt import (
-    doctor,
     child,
+    doctor,
     doctor_cli,
     doctor_flags,
     doctor_gpu,
