@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_ndt import health, serve, verify
+from vllm_ndt import health, launch, serve, verify
 from vllm_ndt.verify import Report
+
+from tests.builder.test_deploy import need_namespaces
 
 ADDRESSES = {
     "": "http://127.0.0.1:8000/health",
@@ -376,3 +378,34 @@ def test_wrong_usage_of_serve_is_no_verdict() -> None:
     done = command("serve", "--require")
     assert done.returncode == 3
     assert done.stderr.startswith("error: argument --require: expected one argument")
+
+
+# a module that catches everything, as some of those that upstream imports do
+CATCHES_ALL = """
+import time
+try:
+    print("importing", flush=True)
+    time.sleep(60)
+except BaseException:
+    pass
+main = print
+"""
+
+
+def test_sigterm_to_a_containers_first_process_is_not_lost_in_an_import(tmp_path: Path) -> None:
+    need_namespaces()
+    package = tmp_path / "vllm" / "entrypoints" / "cli"
+    package.mkdir(parents=True)
+    (package / "main.py").write_text(CATCHES_ALL)
+    run = subprocess.Popen(
+        ["unshare", "--pid", "--fork", "--kill-child", sys.executable, launch.__file__, "serve"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(launch.__file__).parents[1])])},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert run.stdout
+    assert run.stdout.readline() == "importing\n"
+    (first,) = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    os.kill(int(first), signal.SIGTERM)
+    assert run.wait(30) == 128 + signal.SIGTERM
+    assert run.stdout.read() == ""
